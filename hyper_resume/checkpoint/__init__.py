@@ -1,0 +1,17 @@
+"""Storage: how a payload becomes a durable directory, and comes back. Knows no trainer."""
+
+from hyper_resume.checkpoint.base import (
+    CHECKPOINTER_REGISTRY,
+    CheckpointerBase,
+    build_checkpointer,
+)
+from hyper_resume.checkpoint.dcp import DistributedCheckpointer
+from hyper_resume.config import CheckpointingConfig
+
+__all__ = [
+    "CHECKPOINTER_REGISTRY",
+    "CheckpointerBase",
+    "CheckpointingConfig",
+    "DistributedCheckpointer",
+    "build_checkpointer",
+]

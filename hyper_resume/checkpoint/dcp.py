@@ -1,0 +1,359 @@
+"""Storage on ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from hyper_resume import collective
+from hyper_resume.checkpoint import extra_state as extra
+from hyper_resume.checkpoint import layout
+from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase
+from hyper_resume.checkpoint.planner import MODEL_PREFIX, _ModelStrictLoadPlanner, check_model_entries
+from hyper_resume.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    HyperResumeError,
+    describe,
+)
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@CHECKPOINTER_REGISTRY.register("dcp")
+class DistributedCheckpointer(CheckpointerBase):
+    """Writes step directories that stock ``torch.distributed.checkpoint.load`` can read, and reads stock ones.
+
+    A save is staged under ``.staging`` and committed by one rename, after which the pointer moves. All collectives run on
+    a gloo group of its own, so that a save in the background never meets a collective of the training loop.
+    """
+
+    def __init__(self, *, extra_state_per_rank: bool = True) -> None:
+        """Choose the layout of the training state for saves; loads find out by looking."""
+        self._extra_state_per_rank = extra_state_per_rank
+        self._own_group: dist.ProcessGroup | None = None
+        self._in_flight: Future[None] | None = None
+        self._in_flight_path = ""
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hyper_resume-save")
+        self._swept: set[Path] = set()
+
+    # ---- save -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False) -> None:
+        """Write ``state`` as the step directory ``path``; every rank calls it.
+
+        1. all ranks: wait for the save in flight; 2. rank 0: makes the staging directory; 3. each rank: writes its own
+        training state and, through DCP, its shards; 4. barrier; 5. rank 0: renames staging to ``path`` and moves the
+        pointer; 6. barrier. With ``save_async`` 3 (shards) to 6 run in a thread, on a copy of the state.
+
+        Raises:
+            CheckpointSaveError: on every rank; nothing was published and earlier checkpoints are untouched.
+            StateNotPlainError: the training state holds something that can't be read back safely; nothing was written.
+        """
+        self.maybe_wait_for_async_save()
+        target = Path(path)
+        rank, group = collective.rank(), self._group()
+        payload = {key: value for key, value in state.items() if key != extra.PAYLOAD_KEY}
+        training_state = self._training_state(state)
+        staging = collective.on_rank_zero(lambda: self._prepare(target), group)
+        try:
+            collective.agree(lambda: self._check_shared(staging), group)
+            if training_state is not None and self._extra_state_per_rank:
+                collective.agree(lambda: extra.write_file(staging, rank, extra.encode(training_state)), group)
+            elif training_state is not None:
+                payload[extra.PAYLOAD_KEY] = extra.embed(training_state, rank)
+            if save_async:
+                self._start_background(payload, staging, target, global_step)
+            else:
+                self._dcp(lambda: dcp_save(payload, checkpoint_id=staging, **self._distribution()), target)
+                self._finalize_checkpoint(staging, target, global_step)
+        except (HyperResumeError, OSError):
+            self._discard(staging)
+            raise
+
+    def _training_state(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        if extra.PAYLOAD_KEY not in state:
+            return None
+        training_state = {
+            "format_version": extra.FORMAT_VERSION,
+            "rank": collective.rank(),
+            "world_size": collective.world_size(),
+            **state[extra.PAYLOAD_KEY],
+        }
+        collective.agree(lambda: extra.check_plain(training_state, extra.PAYLOAD_KEY), self._group())
+        return training_state
+
+    def _prepare(self, target: Path) -> Path:
+        if target.parent not in self._swept:
+            layout.sweep_staging(target.parent)
+            self._swept.add(target.parent)
+        return layout.new_staging_directory(target)
+
+    def _check_shared(self, staging: Path) -> None:
+        if not staging.is_dir():
+            raise CheckpointSaveError(
+                describe(
+                    "this rank does not see the directory that rank 0 just made",
+                    where=f"{staging}, rank {collective.rank()}",
+                    expected="checkpoint_dir on storage shared by all ranks",
+                    found="no such directory here",
+                    do="set checkpoint.checkpoint_dir to a shared file system",
+                )
+            )
+
+    def _start_background(self, payload: dict[str, Any], staging: Path, target: Path, global_step: int) -> None:
+        def start() -> Any:
+            return dcp_async_save(payload, checkpoint_id=staging, process_group=self._group())
+
+        response = self._dcp(start, target)
+        upload: Future[Any] = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+
+        def finish() -> None:
+            try:
+                self._dcp(upload.result, target)
+                self._finalize_checkpoint(staging, target, global_step)
+            except (HyperResumeError, OSError):
+                self._discard(staging)
+                raise
+
+        self._in_flight_path = str(target)
+        self._in_flight = self._background.submit(finish)
+
+    def _finalize_checkpoint(self, staging: Path, target: Path, global_step: int) -> None:
+        """Publish in three steps: barrier, rank 0 commits and moves the pointer, barrier.
+
+        The first barrier keeps the pointer off a checkpoint that some rank still writes; the second (inside
+        ``on_rank_zero``) keeps every rank from reading before the publication is done.
+        """
+        group = self._group()
+        collective.barrier(group)
+
+        def publish() -> None:
+            layout.commit(staging, target)
+            layout.write_pointer(target.parent, global_step)
+
+        collective.on_rank_zero(publish, group)
+
+    def _discard(self, staging: Path) -> None:
+        if collective.rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def maybe_wait_for_async_save(self) -> None:
+        """Wait for the save in flight and raise its failure, on every rank.
+
+        Raises:
+            CheckpointSaveError: the background save failed; what it should have written does not exist.
+        """
+        future, self._in_flight = self._in_flight, None
+        if future is None:
+            return
+        # No collective here: the background save has told every rank of a failure already, and this is also called while
+        # an error breaks training off on one rank only.
+        failure = future.exception()
+        if failure is not None and not isinstance(failure, HyperResumeError):
+            raise self._save_error(self._in_flight_path, failure) from failure
+        if failure is not None:
+            raise failure
+
+    # ---- load -------------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        path: str,
+        state: dict[str, Any],
+        *,
+        strict_model: bool = True,
+        extra_state_skeleton: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Fill ``state`` in place from ``path``; every rank calls it.
+
+        Everything that can be checked without reading tensors is checked first, the training state is read next, and only
+        then are the live tensors written.
+
+        Returns:
+            this rank's training state, or {} when ``extra_state_skeleton`` is None. After a change of the world size it
+            is the lowest saved rank's (its ``rank`` and ``world_size`` entries say so).
+
+        Raises:
+            CheckpointNotFoundError: no such checkpoint, or no training state in it.
+            CheckpointMismatchError: missing model key, another shape or type, ranks of different steps.
+        """
+        self.maybe_wait_for_async_save()
+        directory, group = Path(path), self._group()
+        metadata = collective.agree(lambda: read_metadata(directory), group)
+        model = {MODEL_PREFIX + name: value for name, value in state.get("model", {}).items()}
+        collective.agree(lambda: check_model_entries(model, metadata, strict=strict_model, where=path), group)
+        training_state: dict[str, Any] = {}
+        if extra_state_skeleton is not None:
+            training_state = self._read_extra_state(directory, metadata)
+            missing = sorted(set(extra_state_skeleton) - set(training_state))
+            if missing:
+                logger.warning("%s holds no %s; those keep their initial state", path, ", ".join(missing))
+        self._dcp_load(state, directory, strict_model=strict_model)
+        return training_state
+
+    def _read_extra_state(self, directory: Path, metadata: Metadata) -> dict[str, Any]:
+        group, rank, world_size = self._group(), collective.rank(), collective.world_size()
+        found = collective.on_rank_zero(lambda: extra.detect(directory, metadata), group)
+        probe = self._read_one(directory, metadata, found, found.ranks[0])
+        if probe["world_size"] == world_size:
+            state = self._read_one(directory, metadata, found, rank)
+        else:
+            logger.warning(
+                "the checkpoint was saved by %s ranks and is resumed by %s: progress, scheduler and data position come "
+                "from rank %s",
+                probe["world_size"],
+                world_size,
+                found.ranks[0],
+            )
+            state = probe
+        steps = collective.gather(state["global_step"], group)
+        if len(set(steps)) > 1:
+            raise CheckpointMismatchError(
+                describe(
+                    "the ranks' extra_state are of different steps",
+                    where=str(directory),
+                    expected="one global_step on all ranks",
+                    found=", ".join(f"rank {index}: {step}" for index, step in enumerate(steps)),
+                    do="restore the files that belong together, or resume from another checkpoint",
+                )
+            )
+        if found.kind == "embedded":
+            logger.info("Read extra_state embedded in the DCP state dict")
+        else:
+            logger.info("Read extra_state from %s", extra.file_path(directory, state["rank"]))
+        return state
+
+    def _read_one(
+        self, directory: Path, metadata: Metadata, found: extra.ExtraStateLayout, rank: int
+    ) -> dict[str, Any]:
+        """Read the training state that ``rank`` saved. Collective: all ranks call it, each with the rank it wants."""
+        group = self._group()
+        if found.kind == "per_rank":
+            return collective.agree(lambda: extra.read_file(directory, rank), group)
+        skeleton = {extra.PAYLOAD_KEY: extra.embedded_skeleton(metadata, rank)}
+        self._dcp_load(skeleton, directory, strict_model=True)
+        loaded = skeleton[extra.PAYLOAD_KEY]
+        return collective.agree(lambda: extra.unwrap_embedded(loaded, rank, str(directory)), group)
+
+    def _dcp_load(self, state: dict[str, Any], directory: Path, *, strict_model: bool) -> None:
+        load_entries(state, directory, strict_model=strict_model, **self._distribution())
+
+    def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
+        """Return the newest complete step directory, as rank 0 sees it, on every rank (None: there is none)."""
+        found = collective.on_rank_zero(lambda: layout.find_latest(Path(checkpoint_dir)), self._group())
+        return None if found is None else str(found)
+
+    def describe(self, path: str) -> dict[str, torch.Tensor | None]:
+        """Return each entry's shape and type as a meta tensor (None for an entry that is no tensor)."""
+        metadata = collective.agree(lambda: read_metadata(Path(path)), self._group())
+        return {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            if isinstance(entry, TensorStorageMetadata)
+            else None
+            for name, entry in metadata.state_dict_metadata.items()
+        }
+
+    # ---- both -------------------------------------------------------------------------------------------------------
+
+    def _group(self) -> dist.ProcessGroup | None:
+        if self._own_group is None and collective.is_distributed():
+            self._own_group = dist.new_group(backend="gloo")
+        return self._own_group
+
+    def _distribution(self) -> dict[str, Any]:
+        return {"process_group": self._group(), "no_dist": not collective.is_distributed()}
+
+    def _dcp(self, action: Callable[[], T], target: Path) -> T:
+        """Run a save of DCP's, turning its BaseException into this library's error."""
+        try:
+            return action()
+        except CheckpointException as error:
+            raise self._save_error(str(target), error) from error
+
+    @staticmethod
+    def _save_error(path: str, error: BaseException) -> CheckpointSaveError:
+        failures = error.failures if isinstance(error, CheckpointException) else {}
+        reason = failures[min(failures)][0] if failures else error
+        where = f"{path}, rank {min(failures)}" if failures else path
+        return CheckpointSaveError(
+            describe(
+                "the checkpoint was not saved",
+                where=where,
+                found=f"{type(reason).__name__}: {reason}",
+                do="mend the cause; earlier checkpoints are untouched",
+            )
+        )
+
+
+def load_entries(state: dict[str, Any], directory: Path, *, strict_model: bool = True, **distribution: Any) -> None:
+    """Fill ``state`` in place through DCP; ``distribution`` is passed on (``process_group``, ``no_dist``).
+
+    Raises:
+        CheckpointMismatchError: on every rank, when any rank could not read its part.
+    """
+    planner = _ModelStrictLoadPlanner(strict_model=strict_model, where=str(directory))
+    try:
+        dcp_load(state, checkpoint_id=directory, planner=planner, **distribution)
+    except CheckpointException as error:
+        # Derives from BaseException, so it would pass every `except Exception` on its way up.
+        first = error.failures[min(error.failures)][0]
+        if isinstance(first, HyperResumeError):
+            raise first from error
+        raise CheckpointMismatchError(
+            describe(
+                "the checkpoint can't be read",
+                where=f"{directory}, rank {min(error.failures)}",
+                found=f"{type(first).__name__}: {first}",
+                do="verify the files, or resume from another checkpoint",
+            )
+        ) from error
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """Read a step directory's own description.
+
+    Raises:
+        CheckpointNotFoundError: it is missing or incomplete.
+        CheckpointMismatchError: it can't be decoded.
+    """
+    if not layout.is_complete(directory):
+        root_hint = (directory / layout.POINTER_NAME).exists()
+        raise CheckpointNotFoundError(
+            describe(
+                "not a complete checkpoint",
+                where=str(directory),
+                expected=f"a step directory with its {layout.METADATA_NAME}",
+                found="no such directory" if not directory.is_dir() else "no usable .metadata",
+                do="name one global_step_N of this directory, or use LATEST with checkpoint.checkpoint_dir"
+                if root_hint
+                else "name a complete global_step_N directory",
+            )
+        )
+    try:
+        return FileSystemReader(directory).read_metadata()
+    except Exception as error:
+        raise CheckpointMismatchError(
+            describe(
+                "the checkpoint's metadata can't be read",
+                where=str(directory / layout.METADATA_NAME),
+                found=f"{type(error).__name__}: {error}",
+                do="resume from another checkpoint",
+            )
+        ) from error

@@ -1,0 +1,207 @@
+"""The training state beside model and optimizer: one per rank, in either of two layouts, found by looking.
+
+Per-rank layout: ``extra_state/extra_state_rank_{R}.pt``, one file a rank. Embedded layout: entries
+``extra_state.rank_{R}.{bucket}`` inside the DCP payload. The rank stands in the name because DCP keeps one entry of those
+that share a name across ranks, so without it every rank would get some other rank's random streams back.
+
+Both hold tensors and plain values only and are read with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from hyper_resume.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    StateNotPlainError,
+    describe,
+)
+
+FORMAT_VERSION = 1
+DIRECTORY_NAME = "extra_state"
+PAYLOAD_KEY = "extra_state"
+# No checkpoint can hold this step. It is put where the step will be read to, and if it is still there afterwards, then
+# nothing was read.
+UNRESTORED_STEP = -1
+
+_FILE = re.compile(r"extra_state_rank_([0-9]+)\.pt")
+_EMBEDDED = re.compile(r"extra_state\.rank_([0-9]+)\.(.+)")
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, torch.Size, torch.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtraStateLayout:
+    """Where a step directory keeps its training state, and of which ranks."""
+
+    kind: Literal["per_rank", "embedded"]
+    ranks: tuple[int, ...]
+
+
+def file_path(step_directory: Path, rank: int) -> Path:
+    """Return the path of one rank's file."""
+    return step_directory / DIRECTORY_NAME / f"extra_state_rank_{rank}.pt"
+
+
+def embedded_key(rank: int) -> str:
+    """Return the payload key of one rank's part."""
+    return f"rank_{rank}"
+
+
+def check_plain(value: Any, where: str) -> None:
+    """Refuse anything that ``torch.load(weights_only=True)`` would not read back.
+
+    Raises:
+        StateNotPlainError: names the path inside the training state and the type that was found.
+    """
+    if isinstance(value, (dict, OrderedDict, Counter)) and type(value) in (dict, OrderedDict, Counter):
+        for key, item in value.items():
+            check_plain(key, f"{where} (key {key!r})")
+            check_plain(item, f"{where}.{key}")
+    elif type(value) in (list, tuple, set):
+        for index, item in enumerate(value):
+            check_plain(item, f"{where}[{index}]")
+    elif not (type(value) in _PLAIN or isinstance(value, (torch.Tensor, torch.Size))):
+        raise StateNotPlainError(
+            describe(
+                "the training state holds an object that can't be saved",
+                where=where,
+                expected="tensors, numbers, text, None, and dicts, lists, tuples of them",
+                found=f"{type(value).__module__}.{type(value).__qualname__}",
+                do="return plain values from that object's state_dict() (numpy arrays: torch.from_numpy)",
+            )
+        )
+
+
+def encode(extra_state: Mapping[str, Any]) -> bytes:
+    """Serialise one rank's training state. Two calls with equal content give equal bytes."""
+    buffer = io.BytesIO()
+    torch.save(dict(extra_state), buffer)
+    return buffer.getvalue()
+
+
+def write_file(step_directory: Path, rank: int, content: bytes) -> None:
+    """Write one rank's file; the directory is made if it is missing."""
+    path = file_path(step_directory, rank)
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
+    """Read one rank's file.
+
+    Raises:
+        CheckpointNotFoundError: it is missing.
+        CheckpointMismatchError: it can't be decoded, or is of a newer format.
+    """
+    path = file_path(step_directory, rank)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(
+            describe(
+                f"the extra_state file of rank {rank} is missing",
+                where=str(path),
+                expected="one file a rank, written with the checkpoint",
+                found="no such file",
+                do="restore the file, or set checkpoint.restore_train_state=false to load weights only",
+            )
+        ) from None
+    except Exception as error:
+        raise CheckpointMismatchError(
+            describe(
+                "an extra_state file can't be read",
+                where=str(path),
+                found=f"{type(error).__name__}: {error}",
+                do="restore the file from a copy, or resume from another checkpoint",
+            )
+        ) from error
+    return checked_format(state, str(path))
+
+
+def embed(extra_state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return the payload part for one rank. Each bucket is wrapped in a 1-tuple, which DCP keeps as one entry."""
+    return {embedded_key(rank): {bucket: (value,) for bucket, value in extra_state.items()}}
+
+
+def embedded_skeleton(metadata: Metadata, rank: int) -> dict[str, Any]:
+    """Return what DCP must fill to read one rank's embedded state, with the sentinel in place of the step."""
+    skeleton: dict[str, Any] = {"global_step": (UNRESTORED_STEP,)}
+    for name in metadata.state_dict_metadata:
+        match = _EMBEDDED.fullmatch(name)
+        if match and int(match.group(1)) == rank:
+            skeleton.setdefault(match.group(2), (None,))
+    return {embedded_key(rank): skeleton}
+
+
+def unwrap_embedded(loaded: Mapping[str, Any], rank: int, where: str) -> dict[str, Any]:
+    """Turn a filled skeleton into the training state.
+
+    Raises:
+        CheckpointNotFoundError: the sentinel is still there, so the checkpoint had no such entry.
+    """
+    state = {bucket: value[0] for bucket, value in loaded[embedded_key(rank)].items()}
+    if state["global_step"] == UNRESTORED_STEP:
+        raise missing_training_state(where, f"no embedded extra_state of rank {rank}")
+    return checked_format(state, where)
+
+
+def checked_format(state: Any, where: str) -> dict[str, Any]:
+    """Return ``state`` if it is a training state of a format that this version reads."""
+    version = state.get("format_version") if isinstance(state, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointMismatchError(
+            describe(
+                "the extra_state is of a format that this version does not read",
+                where=where,
+                expected=f"a dict with format_version {FORMAT_VERSION}",
+                found=f"{type(state).__name__} with format_version {version!r}",
+                do="resume with the version of hyper_resume that wrote it",
+            )
+        )
+    result: dict[str, Any] = state
+    return result
+
+
+def missing_training_state(where: str, found: str) -> CheckpointNotFoundError:
+    """Build the error for a checkpoint that was asked for training state it does not hold (specification 9.3)."""
+    return CheckpointNotFoundError(
+        describe(
+            "the checkpoint holds no training state",
+            where=where,
+            expected="extra_state (progress, lr scheduler, data position, random streams) of every rank",
+            found=found,
+            do="set checkpoint.restore_train_state=false to start from its weights only",
+        )
+    )
+
+
+def detect(step_directory: Path, metadata: Metadata) -> ExtraStateLayout:
+    """Find out which layout the step directory has, whatever the current configuration says.
+
+    Raises:
+        CheckpointNotFoundError: it has neither.
+    """
+    folder = step_directory / DIRECTORY_NAME
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    file_ranks = sorted(int(match.group(1)) for match in map(_FILE.fullmatch, names) if match)
+    if file_ranks:
+        return ExtraStateLayout(kind="per_rank", ranks=tuple(file_ranks))
+    matches = map(_EMBEDDED.fullmatch, metadata.state_dict_metadata)
+    ranks = sorted({int(match.group(1)) for match in matches if match})
+    if ranks:
+        return ExtraStateLayout(kind="embedded", ranks=tuple(ranks))
+    raise missing_training_state(str(step_directory), "neither extra_state files nor embedded extra_state entries")

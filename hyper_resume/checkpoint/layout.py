@@ -1,0 +1,155 @@
+"""Names on disk, completeness, the pointer, and the way from staging to commit.
+
+``checkpoint_dir/`` holds ``latest_checkpoint_iteration.txt``, step directories ``global_step_N/`` and ``.staging/`` for
+saves in progress. A step directory appears by one rename, so a save that dies leaves nothing under a final name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+from hyper_resume.errors import CheckpointNotFoundError, describe
+
+logger = logging.getLogger(__name__)
+
+POINTER_NAME = "latest_checkpoint_iteration.txt"
+STAGING_NAME = ".staging"
+METADATA_NAME = ".metadata"
+_STEP_DIRECTORY = re.compile(r"global_step_(0|[1-9][0-9]*)")
+
+
+def step_directory_name(global_step: int) -> str:
+    """Return ``global_step_N``."""
+    return f"global_step_{global_step}"
+
+
+def parse_step(name: str) -> int | None:
+    """Return N for exactly ``global_step_N``, None for anything else (``global_step_10_old``, ``my_global_step_10``)."""
+    match = _STEP_DIRECTORY.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def is_complete(directory: Path) -> bool:
+    """True when ``.metadata``, which is written last, is there and not empty (a power cut can leave it with 0 bytes)."""
+    marker = directory / METADATA_NAME
+    return marker.is_file() and marker.stat().st_size > 0
+
+
+def find_latest(checkpoint_dir: Path) -> Path | None:
+    """Return the newest complete step directory: by the pointer, else by a scan for the highest step.
+
+    Returns:
+        None where nothing was ever published (no pointer, no complete step directory).
+
+    Raises:
+        CheckpointNotFoundError: a pointer is there, so something was published, yet no complete step directory is.
+    """
+    pointer = checkpoint_dir / POINTER_NAME
+    pointed, complaint = _follow_pointer(pointer)
+    if pointed is not None:
+        return pointed
+    if complaint:
+        logger.warning("%s; scanning %s for the newest complete checkpoint instead", complaint, checkpoint_dir)
+    found = _scan(checkpoint_dir)
+    if found is None and complaint:
+        raise CheckpointNotFoundError(
+            describe(
+                "the pointer shows that a checkpoint was published, but none is complete",
+                where=str(checkpoint_dir),
+                expected="at least one global_step_N directory with its .metadata",
+                found=complaint,
+                do=f"restore the missing directory, or delete {POINTER_NAME} to start from scratch on purpose",
+            )
+        )
+    return found
+
+
+def _follow_pointer(pointer: Path) -> tuple[Path | None, str]:
+    """Return the complete directory that the pointer names, or None and what is wrong with it ("" for no pointer)."""
+    try:
+        text = pointer.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, UnicodeDecodeError) as error:
+        return None, f"pointer {pointer} can't be read ({error})"
+    if not re.fullmatch(r"[0-9]+", text):
+        return None, f"pointer {pointer} holds {text[:40]!r}, which is no step number"
+    target = pointer.parent / step_directory_name(int(text))
+    if not is_complete(target):
+        state = "is incomplete (no usable .metadata)" if target.is_dir() else "does not exist"
+        return None, f"pointer {pointer} names {target.name}, which {state}"
+    return target, ""
+
+
+def _scan(checkpoint_dir: Path) -> Path | None:
+    if not checkpoint_dir.is_dir():
+        return None
+    newest: tuple[int, Path] | None = None
+    for entry in checkpoint_dir.iterdir():
+        step = parse_step(entry.name)
+        if step is None or not entry.is_dir():
+            continue
+        if not is_complete(entry):
+            logger.warning("skipping %s: incomplete (no usable .metadata)", entry)
+        elif newest is None or step > newest[0]:
+            newest = (step, entry)
+    return newest[1] if newest else None
+
+
+def new_staging_directory(target: Path) -> Path:
+    """Create and return an empty directory for one attempt at saving ``target``."""
+    staging = target.parent / STAGING_NAME / f"{target.name}.{uuid.uuid4().hex[:12]}"
+    staging.mkdir(parents=True)
+    return staging
+
+
+def sweep_staging(checkpoint_dir: Path) -> None:
+    """Delete what dead saves left under ``.staging``. Called before a run's first save, when none can be in progress."""
+    staging = checkpoint_dir / STAGING_NAME
+    if not staging.is_dir():
+        return
+    for leftover in sorted(staging.iterdir()):
+        logger.warning("removing %s, left by a save that did not finish", leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def commit(staging: Path, target: Path) -> None:
+    """Make the finished ``staging`` directory visible as ``target`` by one rename.
+
+    A directory of an earlier attempt at the same step steps aside first and is deleted last. Stopping between the two
+    renames leaves both copies under ``.staging``.
+    """
+    _fsync_directory(staging)
+    aside: Path | None = None
+    if target.exists():
+        aside = staging.with_name(f"{staging.name}.replaced")
+        target.rename(aside)
+    staging.rename(target)
+    _fsync_directory(target.parent)
+    if aside is not None:
+        shutil.rmtree(aside)
+
+
+def write_pointer(checkpoint_dir: Path, global_step: int) -> None:
+    """Replace the pointer atomically: write a temporary, fsync it, rename it over the old one, fsync the directory."""
+    pointer = checkpoint_dir / POINTER_NAME
+    temporary = pointer.with_name(f"{POINTER_NAME}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(f"{global_step}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(pointer)
+    _fsync_directory(checkpoint_dir)
+
+
+def _fsync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

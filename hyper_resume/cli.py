@@ -1,0 +1,98 @@
+"""``hyper-resume train CONFIG [--dotted.path=value ...]`` and ``hyper-resume inspect STEP_DIR``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from hyper_resume.errors import ConfigError, HyperResumeError
+
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; errors of the library are printed as one line, without a traceback.
+
+    Returns:
+        0, or 1 for an error, or 2 for a wrong command line or configuration.
+    """
+    arguments, overrides = _parser().parse_known_args(argv)
+    logging.basicConfig(
+        level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    if arguments.command == "inspect":
+        if overrides:
+            _parser().error(f"unrecognized arguments: {' '.join(overrides)}")
+        return _guarded(lambda: _inspect(arguments.step_dir, as_json=arguments.json))
+    return _guarded(lambda: _train(arguments.config, overrides))
+
+
+def _parser() -> argparse.ArgumentParser:
+    # No abbreviations: a mistyped option must be an error, not another option.
+    parser = argparse.ArgumentParser(prog="hyper-resume", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser(
+        "train", help="train from a YAML configuration (under torchrun: on every rank)", allow_abbrev=False
+    )
+    train.add_argument("config", help="the YAML file; any field is overridden as --dotted.path=value")
+    inspect = commands.add_parser(
+        "inspect", help="what a step directory holds, without loading tensors", allow_abbrev=False
+    )
+    inspect.add_argument("step_dir", help="a global_step_N directory")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _guarded(action: Callable[[], None]) -> int:
+    try:
+        action()
+    except HyperResumeError as error:
+        print(f"hyper-resume: error: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ERROR
+    return 0
+
+
+def _train(config_path: str, overrides: Sequence[str]) -> None:
+    from hyper_resume.config import load_config
+
+    config = load_config(config_path, overrides)
+    # After the configuration, so that a mistake in it is told within a fraction of a second.
+    from hyper_resume.device import destroy_process_group, init_process_group, resolve_device
+    from hyper_resume.trainer.text_trainer import TextTrainer
+
+    init_process_group(resolve_device(config.accelerator.device), config.accelerator.timeout_seconds)
+    TextTrainer(config).train()
+    destroy_process_group()
+
+
+def _inspect(step_dir: str, *, as_json: bool) -> None:
+    from hyper_resume.checkpoint.inspect import inspect_step_directory
+
+    inspection = inspect_step_directory(step_dir)
+    if as_json:
+        print(json.dumps(inspection.as_plain(), indent=2))
+        return
+    print(
+        f"{inspection.path}: step {inspection.step}, {inspection.files} files, {inspection.size_bytes:,} bytes on disk"
+    )
+    print(f"\n{'bucket':<14}{'tensors':>9}{'others':>8}{'bytes':>16}  types")
+    for bucket in inspection.buckets:
+        print(
+            f"{bucket.name:<14}{bucket.tensors:>9}{bucket.others:>8}{bucket.size_bytes:>16,}  {', '.join(bucket.dtypes)}"
+        )
+    print(f"\ntraining state: {inspection.layout}")
+    for rank in inspection.ranks:
+        print(
+            f"  rank {rank.rank} of {rank.world_size}: global_step={rank.global_step}, epoch={rank.epoch}; "
+            f"{', '.join(rank.buckets)}; random streams: {', '.join(rank.rng_streams)}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Agreement between ranks: one decision, or one error, on all of them.
+
+A rank that fails alone leaves the others waiting in the next collective until the process group's timeout. Every step
+that may fail on one rank only (reading its own file, checking its own tensors) therefore runs inside :func:`agree`,
+which makes the outcome common: all ranks return, or all ranks raise the same error.
+
+All functions work without a process group; a single process is then a world of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from hyper_resume import errors
+
+T = TypeVar("T")
+
+# What `agree` can raise again on another rank under its own class. Anything else becomes a RuntimeError.
+_KNOWN_ERRORS: dict[str, type[Exception]] = {
+    cls.__name__: cls
+    for cls in (
+        *[value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)],
+        FileNotFoundError,
+        PermissionError,
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        RuntimeError,
+    )
+}
+
+
+def is_distributed() -> bool:
+    """True when a default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's global rank; 0 without a process group."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    """The number of ranks; 1 without a process group."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Wait for every rank of ``group`` (default: all)."""
+    if is_distributed():
+        dist.barrier(group=group)
+
+
+def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Return rank 0's ``value`` on every rank."""
+    if not is_distributed():
+        return value
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0, group=group)
+    result: T = box[0]
+    return result
+
+
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the ``value`` of every rank, in rank order, on every rank."""
+    if not is_distributed():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def agree(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on every rank; if it fails on any, raise the first failing rank's error on all.
+
+    ``action`` itself must not enter a collective: a rank that failed before it would be missing there.
+
+    1. every rank: runs ``action`` and keeps its result or its error;
+    2. every rank: gathers (error class, message) from all ranks;
+    3. every rank: returns its own result, or raises the error of the lowest failing rank.
+
+    Raises:
+        Exception: the lowest failing rank's error, under its own class when that class is the library's or a common
+            builtin, else as ``RuntimeError``. The message names the rank in a world of several.
+    """
+    result: T | None = None
+    failure: BaseException | None = None
+    try:
+        result = action()
+    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+        failure = error
+    raise_common(failure, group)
+    return result  # type: ignore[return-value]  # no failure on any rank, so action returned a T
+
+
+def raise_common(failure: BaseException | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise the lowest failing rank's ``failure`` on every rank; return when no rank has one.
+
+    Every rank calls it once, with its own failure or None.
+    """
+    if not is_distributed():
+        if failure is not None:
+            raise failure
+        return
+    report = None if failure is None else (type(failure).__name__, str(failure))
+    reports = gather(report, group)
+    for failing_rank, found in enumerate(reports):
+        if found is None:
+            continue
+        name, message = found
+        failing = [str(index) for index, other in enumerate(reports) if other is not None]
+        where = (
+            f" [rank {failing_rank}]"
+            if len(failing) == 1
+            else f" [ranks {', '.join(failing)}; message of {failing_rank}]"
+        )
+        raise _KNOWN_ERRORS.get(name, RuntimeError)(message + where) from failure
+
+
+def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on rank 0 only and return its result, or raise its error, on every rank.
+
+    One rank looks at the disk, all ranks act on what it saw: two ranks that ask a network file system may get two answers.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    if rank() == 0:
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+            failure = error
+    raise_common(failure, group)
+    return broadcast(result, group)  # type: ignore[return-value]  # rank 0 had no failure, so its result is a T

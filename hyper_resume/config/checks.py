@@ -1,0 +1,118 @@
+"""The rules about values that have the right type, as a table: a new rule is a new row of ``CHECKS``."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hyper_resume.config.annotations import FieldPath, allows_null, hint_at
+from hyper_resume.config.schema import RunConfig
+from hyper_resume.config.yaml_source import Located, Problem
+from hyper_resume.errors import describe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One rule about values that have the right type.
+
+    Attributes:
+        fields: the dotted fields that the rule looks at.
+        holds: called with their values, in that order, as YAML gives them (a list for a tuple).
+        expected: what the rule asks for; the error says "or null" itself where the field allows null.
+        do: what the user can do, where ``expected`` does not say it.
+    """
+
+    fields: tuple[str, ...]
+    holds: Callable[..., bool]
+    expected: str
+    do: str = ""
+
+
+def _at_least(minimum: int, *names: str) -> tuple[Check, ...]:
+    """The same lower bound for several fields; null, where a field allows it, means no value to check."""
+    expected = f"at least {minimum}"
+    return tuple(
+        Check(fields=(name,), holds=lambda v: v is None or minimum <= v < math.inf, expected=expected) for name in names
+    )
+
+
+def _above_zero(*names: str) -> tuple[Check, ...]:
+    """A finite number above zero for several fields."""
+    return tuple(
+        Check(fields=(name,), holds=lambda v: v is None or 0 < v < math.inf, expected="a finite number above 0")
+        for name in names
+    )
+
+
+CHECKS: tuple[Check, ...] = (
+    *_at_least(0, "checkpoint.save_steps", "checkpoint.save_epochs", "data.num_workers", "lr_scheduler.warmup_steps"),
+    *_at_least(0, "optimizer.lr", "optimizer.muon_lr", "optimizer.weight_decay", "model.lora.rank"),
+    *_at_least(1, "data.seq_length", "data.batch_size", "data.max_samples", "data.prefetch_batches"),
+    *_at_least(1, "training.num_train_epochs", "training.max_steps", "training.gradient_accumulation_steps"),
+    *_at_least(1, "accelerator.tp_size", "lr_scheduler.decay_steps"),
+    *_above_zero("accelerator.timeout_seconds", "optimizer.eps", "training.max_grad_norm"),
+    Check(
+        fields=("accelerator.dp_shard_size",),
+        holds=lambda size: size == -1 or size >= 1,
+        expected="at least 1, or -1 for all ranks that tp_size leaves",
+    ),
+    Check(
+        fields=("accelerator.pp_size",),
+        holds=lambda size: size == 1,
+        expected="1",
+        do="pipeline parallel is not built; use tp_size and dp_shard_size",
+    ),
+    Check(
+        fields=("optimizer.betas",),
+        holds=lambda betas: all(0 <= beta < 1 for beta in betas),
+        expected="numbers from 0 up to, but not, 1",
+    ),
+    Check(
+        fields=("model.preset", "model.pretrained_model_name_or_path"),
+        holds=lambda preset, folder: preset is None or folder is None,
+        expected="one of the two",
+        do="remove one, or set it to null",
+    ),
+)
+
+
+def run_checks(root: Located, wrong: Sequence[FieldPath]) -> list[Problem]:
+    """Problems of the rules in ``CHECKS``; a rule about a field whose type is already wrong is not asked."""
+    default = RunConfig()
+    problems = []
+    for check in CHECKS:
+        paths = [tuple(field.split(".")) for field in check.fields]
+        if any(path[: len(bad)] == bad[: len(path)] for path in paths for bad in wrong):
+            continue
+        nodes = [_find(root, path) for path in paths]
+        values = [
+            functools.reduce(getattr, path, default) if node is None else node.plain()
+            for path, node in zip(paths, nodes, strict=True)
+        ]
+        written = [(field, node) for field, node in zip(check.fields, nodes, strict=True) if node is not None]
+        if written and not check.holds(*values):
+            problems.append(_broken(check, written))
+    return problems
+
+
+def _broken(check: Check, written: Sequence[tuple[str, Located]]) -> Problem:
+    """The problem of a rule that does not hold, at the place of its first field that was written."""
+    expected = check.expected
+    if len(check.fields) == 1 and allows_null(hint_at(check.fields[0].split("."))):
+        expected += " or null"
+    found = " and ".join(f"{field}={node.show()} at {node.origin}" for field, node in written)
+    if len(written) == 1:
+        found = written[0][1].show()
+    message = describe(f"{', '.join(check.fields)}: wrong value", expected=expected, found=found, do=check.do)
+    return Problem(origin=written[0][1].origin, message=message)
+
+
+def _find(node: Located, path: FieldPath) -> Located | None:
+    """What was written at ``path``, or None."""
+    for name in path:
+        if not isinstance(node.value, dict) or name not in node.value:
+            return None
+        node = node.value[name]
+    return node

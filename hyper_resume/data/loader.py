@@ -1,0 +1,364 @@
+"""A data loader whose position is saved and restored exactly, by (epoch, batches consumed).
+
+The order of an epoch is a function of (seed, epoch, rank, world size), see :mod:`hyper_resume.data.sampler`. Resuming
+therefore computes the order again and starts behind the consumed batches; nothing of them is read from the dataset.
+
+Random numbers that a dataset draws while it reads:
+
+* ``num_workers`` 0: from the main process's streams, which the checkpoint's random-state bucket brings back.
+* ``num_workers`` > 0: the worker's streams (torch, Python, NumPy) are seeded before every batch from
+  (seed, epoch, rank, batch), so they do not depend on which worker reads it, nor on where the run was resumed. A stream
+  that the dataset keeps for itself is out of reach: such a dataset resumes inexactly.
+
+Neither constructing a loader nor an iterator moves a random stream of the main process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from hyper_resume.data.reading import MapDataset, start_reading
+from hyper_resume.data.sampler import EpochOrder, batch_of
+from hyper_resume.errors import CheckpointMismatchError, ConfigError, describe
+
+logger = logging.getLogger(__name__)
+
+
+class DataLoader:
+    """Map-style data in batches, for one data-parallel rank, with an exact position.
+
+    Args:
+        dataset: anything with ``__len__`` and ``__getitem__(int)``; its length must not change. A text attribute
+            ``fingerprint`` goes into the saved state, so that another dataset of the same length is noticed.
+        batch_size: samples a batch, on this rank.
+        shuffle: a new order each epoch, from ``seed + epoch``; else ascending.
+        seed: of the order, and of the workers' random streams.
+        drop_last: drop what doesn't fill a batch, and before that what doesn't divide evenly over the ranks.
+        dp_rank: this process's place among the data-parallel ranks, from 0.
+        dp_world_size: number of data-parallel ranks.
+        num_workers: processes that read; they are started for each epoch. May change between two legs of a run,
+            but 0 and above 0 draw a dataset's random numbers from different streams.
+        collate_fn: makes a batch of a list of samples; None means torch's ``default_collate``.
+        prefetch_factor: batches a worker reads ahead; needs ``num_workers`` > 0, where None means torch's 2.
+
+    Raises:
+        ConfigError: (a ``ValueError``) an argument is out of range, the dataset isn't map-style, or an epoch would
+            have no batch at all.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        prefetch_factor: int | None = None,
+    ) -> None:
+        """Stand before the first batch of epoch 0. Reads nothing but the dataset's length."""
+        _check_counts(batch_size=batch_size, dp_world_size=dp_world_size, num_workers=num_workers)
+        _check_rank(dp_rank, dp_world_size)
+        if prefetch_factor is not None and num_workers == 0:
+            message = describe("prefetch_factor needs num_workers above 0", found=f"prefetch_factor={prefetch_factor}")
+            raise ConfigError(message)
+        self.dataset = dataset
+        self.dp_rank = dp_rank
+        self.num_workers = num_workers
+        self.collate_fn = collate_fn
+        self.prefetch_factor = prefetch_factor
+        self.order = EpochOrder(
+            dp_world_size=dp_world_size,
+            batch_size=batch_size,
+            num_samples=_length_of(dataset),
+            shuffle=bool(shuffle),
+            seed=seed,
+            drop_last=bool(drop_last),
+            fingerprint=_fingerprint_of(dataset),
+        )
+        self._cursor = _Cursor(epoch=0, batches_consumed=0)
+        self._num_batches = self.order.count_batches()
+        if self._num_batches == 0:
+            raise ConfigError(describe("the data gives no batch", found=str(self.order), do="give more samples"))
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank, whatever the position."""
+        return self._num_batches
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the current position, from 0."""
+        return self._cursor.epoch
+
+    @property
+    def batches_consumed(self) -> int:
+        """Batches of this epoch handed out so far; ``len(self)`` when the epoch is finished."""
+        return self._cursor.batches_consumed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch to read next: the current one keeps its position, any other starts at its first batch.
+
+        A finished epoch chosen again stays finished: the next pass over it is empty, and says so in the log.
+
+        Raises:
+            ConfigError: ``epoch`` isn't a whole number from 0 up.
+        """
+        if not _is_count(epoch):
+            raise ConfigError(describe("set_epoch needs a whole number from 0 up", found=repr(epoch)))
+        if epoch != self.epoch:
+            self._cursor = _Cursor(epoch=epoch, batches_consumed=0)
+        self._cursor.chosen = True
+
+    def __iter__(self) -> EpochIterator:
+        """Read from the current position to the epoch's end; after a finished epoch, read the next one.
+
+        The position moves before a batch is handed out: a state taken in the loop's body counts that batch as consumed.
+        From now on the loader's position follows the new iterator; an older one goes on alone.
+        """
+        cursor = _Cursor(epoch=self.epoch, batches_consumed=self.batches_consumed)
+        if cursor.batches_consumed >= len(self):
+            if self._cursor.chosen:
+                logger.warning("epoch %d has already been read to its end: this pass has no batch", self.epoch)
+            else:
+                cursor = _Cursor(epoch=self.epoch + 1, batches_consumed=0)
+        self._cursor = cursor
+        return EpochIterator(self, cursor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and what it is a position in; plain numbers and texts. Reads and moves nothing."""
+        return self._state_at(self._cursor.epoch, self._cursor.batches_consumed)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a saved position, from the next iterator on; a living iterator is left alone.
+
+        When the data or its division has changed since (``dp_world_size``, ``batch_size``, or any newer field that
+        ``state`` has), the saved position means nothing here: a warning names each change, and the saved epoch is
+        read again from its first sample. Keys that are unknown here are ignored.
+
+        Raises:
+            CheckpointMismatchError: (a ``RuntimeError``) a key is missing or of the wrong type, or the position lies
+                past the epoch's end. The loader is unchanged then.
+        """
+        _check_state(state)
+        changes = self.order.changes_since(state)
+        epoch: int = state["epoch"]
+        consumed: int = state["batches_consumed"]
+        if changes:
+            logger.warning(
+                "the data has changed since the checkpoint (%s): the position in epoch %d (%d batches consumed) "
+                "is dropped, the epoch is read again from its first sample",
+                "; ".join(changes),
+                epoch,
+                consumed,
+            )
+            consumed = 0
+        elif consumed > len(self):
+            expected = f"at most {len(self)} batches in an epoch"
+            found = f"batches_consumed={consumed}"
+            raise CheckpointMismatchError(
+                describe("the saved data position lies past the epoch's end", expected=expected, found=found)
+            )
+        self._cursor = _Cursor(epoch=epoch, batches_consumed=consumed)
+
+    def _state_at(self, epoch: int, batches_consumed: int) -> dict[str, Any]:
+        return {"epoch": epoch, "batches_consumed": batches_consumed, **asdict(self.order)}
+
+    def _seek(self, old: _Cursor, batches_consumed: int) -> None:
+        """Set the position within the epoch if it is still the one that ``old`` moves."""
+        if self._cursor is old:
+            self._cursor = replace(old, batches_consumed=batches_consumed)
+
+
+class EpochIterator(Iterator[Any]):
+    """One pass from a loader's position to its epoch's end.
+
+    ``sample_ids`` are the dataset indices of the batch last handed out. The dataset is first read, and workers are
+    started, at the first ``__next__``. When reading fails the pass is over; a new iterator begins with the batch that
+    failed.
+    """
+
+    def __init__(self, loader: DataLoader, cursor: _Cursor) -> None:
+        """Made by ``iter(loader)``; ``cursor`` is the position that this iterator moves."""
+        self.sample_ids: list[int] = []
+        self._loader = loader
+        self._cursor = cursor
+        self._indices: torch.Tensor | None = None
+        self._batches: Iterator[Any] | None = None
+        self._closed = False
+
+    def __iter__(self) -> EpochIterator:
+        """Itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, exactly as ``collate_fn`` made it.
+
+        Raises:
+            StopIteration: the epoch is finished.
+            RuntimeError: the iterator was closed, or the dataset raised ``StopIteration`` (which would otherwise
+                end the epoch early without a word). What else a dataset raises passes through.
+        """
+        number = self._cursor.batches_consumed
+        if number >= len(self._loader):
+            self.close()
+            raise StopIteration
+        if self._closed:
+            raise RuntimeError("this pass over the data was closed or has failed; make a new iterator from the loader")
+        try:
+            batch, sample_ids = self._read(number)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, StopIteration):
+                where = f"epoch {self._cursor.epoch}, batch {number} of {len(self._loader)}"
+                raise RuntimeError(describe("reading the dataset raised StopIteration", where=where)) from error
+            raise
+        self.sample_ids = sample_ids
+        self._cursor.batches_consumed = number + 1
+        self._cursor.chosen = False
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state as of the batch last handed out by this iterator, wherever the loader is by now."""
+        return self._loader._state_at(self._cursor.epoch, self._cursor.batches_consumed)
+
+    def rewind(self, batches_consumed: int) -> None:
+        """Put the loader back to an earlier batch of this pass, if it still follows this iterator; ends the iterator.
+
+        For a reader that runs ahead of training and throws away what was not trained on.
+        """
+        self._loader._seek(self._cursor, batches_consumed)
+        self.close()
+
+    def close(self) -> None:
+        """Stop workers and read nothing more. The loader keeps its position."""
+        self._closed = True
+        # Workers are stopped when torch's iterator is let go of.
+        self._batches = None
+        self._indices = None
+
+    def _read(self, number: int) -> tuple[Any, list[int]]:
+        if self._batches is None or self._indices is None:
+            self._indices = self._loader.order.indices(self._cursor.epoch, self._loader.dp_rank)
+            self._batches = start_reading(
+                self._loader.dataset,
+                order=self._loader.order,
+                epoch=self._cursor.epoch,
+                dp_rank=self._loader.dp_rank,
+                first_batch=number,
+                indices=self._indices,
+                num_workers=self._loader.num_workers,
+                collate_fn=self._loader.collate_fn,
+                prefetch_factor=self._loader.prefetch_factor,
+            )
+        return next(self._batches), batch_of(self._indices, self._loader.order.batch_size, number)
+
+
+@dataclass(kw_only=True)
+class _Cursor:
+    """A position that exactly one iterator moves.
+
+    The loader points at the cursor of its newest iterator and drops it for a fresh one to go elsewhere. So an iterator
+    that lives on, in another thread too, can't move a loader that has been sent to another position.
+    """
+
+    epoch: int
+    batches_consumed: int
+    # set_epoch asked for this epoch and nothing was read since: a finished epoch is then not left for the next one.
+    chosen: bool = False
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_counts(*, batch_size: int, dp_world_size: int, num_workers: int) -> None:
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("dp_world_size", dp_world_size, 1),
+        ("num_workers", num_workers, 0),
+    ):
+        if not _is_count(value) or value < least:
+            message = describe(f"{name} is out of range", expected=f"a whole number from {least} up", found=repr(value))
+            raise ConfigError(message)
+
+
+def _check_rank(dp_rank: int, dp_world_size: int) -> None:
+    if not _is_count(dp_rank) or dp_rank >= dp_world_size:
+        expected = f"0 to {dp_world_size - 1} (dp_world_size={dp_world_size})"
+        raise ConfigError(describe("dp_rank is out of range", expected=expected, found=repr(dp_rank)))
+
+
+def _length_of(dataset: MapDataset) -> int:
+    is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not is_map_style or isinstance(dataset, IterableDataset):
+        message = describe(
+            "the dataset isn't map-style",
+            expected="__len__ and __getitem__",
+            found=type(dataset).__name__,
+            do="use a foreign loader for iterable data; its position is only as exact as its own state_dict",
+        )
+        raise ConfigError(message)
+    return len(dataset)
+
+
+def _fingerprint_of(dataset: MapDataset) -> str | None:
+    fingerprint = getattr(dataset, "fingerprint", None)
+    if fingerprint is not None and not isinstance(fingerprint, str):
+        found = f"{type(fingerprint).__name__} on {type(dataset).__name__}"
+        raise ConfigError(describe("the dataset's fingerprint isn't a text", expected="a text or None", found=found))
+    return fingerprint
+
+
+_REQUIRED_KEYS = ("epoch", "batches_consumed", "dp_world_size", "batch_size")
+_KEY_TYPES: dict[str, str] = {
+    "epoch": "count",
+    "batches_consumed": "count",
+    "dp_world_size": "count",
+    "batch_size": "count",
+    "num_samples": "count",
+    "shuffle": "bool",
+    "seed": "int",
+    "drop_last": "bool",
+    "fingerprint": "text or None",
+}
+
+
+def _has_type(value: object, kind: str) -> bool:
+    if kind == "count":
+        return _is_count(value)
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind == "int":
+        return isinstance(value, int) and not isinstance(value, bool)
+    return value is None or isinstance(value, str)
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping):
+        found = type(state).__name__
+        raise CheckpointMismatchError(describe("the saved data position isn't a mapping", found=found))
+    missing = [key for key in _REQUIRED_KEYS if key not in state]
+    wrong = [
+        f"{key}={state[key]!r} (expected: {kind})"
+        for key, kind in _KEY_TYPES.items()
+        if key in state and not _has_type(state[key], kind)
+    ]
+    if missing or wrong:
+        found = "; ".join([f"no {key}" for key in missing] + wrong)
+        message = describe(
+            "the saved data position can't be read",
+            where="train_dataloader",
+            expected=f"keys {', '.join(_REQUIRED_KEYS)}",
+            found=found,
+        )
+        raise CheckpointMismatchError(message)

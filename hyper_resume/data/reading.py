@@ -1,0 +1,106 @@
+"""Reading planned batches of a dataset, in this process or in workers, without moving its random streams."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset
+
+from hyper_resume.data.sampler import EpochOrder, batch_of
+
+
+class MapDataset(Protocol):
+    """What the loader needs of a dataset: a length and samples by index. ``fingerprint`` (a text) is used if there."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """The sample ``index``, from 0."""
+        ...
+
+
+class _PlannedBatch(NamedTuple):
+    """What the reading side is told of a batch."""
+
+    number: int
+    sample_ids: list[int]
+
+
+class _RemainingBatches:
+    """The index side of torch's loader: the batches from ``first_batch`` to the end of the epoch."""
+
+    def __init__(self, indices: torch.Tensor, order: EpochOrder, first_batch: int) -> None:
+        self._indices = indices
+        self._batch_size = order.batch_size
+        self._numbers = range(first_batch, order.count_batches())
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[_PlannedBatch]:
+        for number in self._numbers:
+            yield _PlannedBatch(number, batch_of(self._indices, self._batch_size, number))
+
+
+class PlannedDataset(Dataset[Any]):
+    """Reads a planned batch whole, which lets a worker seed its random streams between batches."""
+
+    def __init__(self, dataset: MapDataset, worker_entropy: tuple[int, ...] | None) -> None:
+        """``worker_entropy`` (seed, epoch, rank) is given when workers read."""
+        self._dataset = dataset
+        self._worker_entropy = worker_entropy
+
+    def __getitems__(self, planned: _PlannedBatch) -> list[Any]:
+        """The samples of one batch; torch calls it with whatever the batch sampler gave."""
+        if self._worker_entropy is not None:
+            _seed_streams(*self._worker_entropy, planned.number)
+        read_many = getattr(self._dataset, "__getitems__", None)
+        if read_many is not None:
+            samples: list[Any] = read_many(planned.sample_ids)
+            return samples
+        return [self._dataset[index] for index in planned.sample_ids]
+
+
+def start_reading(
+    dataset: MapDataset,
+    *,
+    order: EpochOrder,
+    epoch: int,
+    dp_rank: int,
+    first_batch: int,
+    indices: torch.Tensor,
+    num_workers: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    prefetch_factor: int | None,
+) -> Iterator[Any]:
+    """Batches ``first_batch`` to the epoch's last, as ``collate_fn`` makes them.
+
+    ``indices`` are the rank's dataset indices of the whole epoch, int64 of shape ``[n]``. Letting go of the result
+    stops its workers.
+    """
+    batches: TorchDataLoader[Any] = TorchDataLoader(
+        PlannedDataset(dataset, (order.seed, epoch, dp_rank) if num_workers > 0 else None),
+        batch_sampler=_RemainingBatches(indices, order, first_batch),  # type: ignore[arg-type]
+        num_workers=num_workers,
+        collate_fn=collate_fn,
+        prefetch_factor=prefetch_factor,
+        # torch draws a base seed for its workers; without a generator of its own that moves the global stream.
+        generator=torch.Generator().manual_seed(order.seed),
+    )
+    return iter(batches)
+
+
+def _seed_streams(*entropy: int) -> None:
+    """Seed this process's torch (CPU), Python and NumPy streams; equal numbers give equal streams."""
+    # SeedSequence takes no negative numbers, and a negative seed is a valid one.
+    words = np.random.SeedSequence([number % 2**64 for number in entropy]).generate_state(8)
+    torch.default_generator.manual_seed(int(words[0]) << 32 | int(words[1]))
+    random.seed(int(words[2]) << 32 | int(words[3]))
+    np.random.seed(words[4:])

@@ -1,0 +1,249 @@
+"""Text files as token sequences of one length.
+
+The documents are laid end to end, each followed by an end-of-document token, and cut into sequences of ``seq_length``
+tokens without overlap; what doesn't fill the last sequence is dropped. The order of the documents follows from their
+names, so every rank and every leg of a run sees the same sequences; the fingerprint lets them check that.
+
+Text is UTF-8. A named file is read whatever its suffix. A named folder gives its files with a suffix in
+``FOLDER_SUFFIXES``, by name, a folder's own files before its subfolders; names that begin with a dot are passed over.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from hyper_resume.config.schema import DataConfig
+from hyper_resume.errors import ConfigError, UnsupportedError, describe
+
+FOLDER_SUFFIXES = (".json", ".md", ".py", ".txt")
+
+# The default corpus leaves out what differs between two installations of one Python: added packages, and the
+# generated module of build settings, which holds paths. Tests hold deliberately broken files.
+_STDLIB_FOLDERS_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_STDLIB_FILES_LEFT_OUT = "_sysconfigdata"
+
+_END_OF_DOCUMENT = 256  # the token behind the 256 byte values
+_VOCAB_MULTIPLE = 8
+
+Tokens = npt.NDArray[np.integer[Any]]
+
+
+class TextDataset:
+    """Sequences of tokens, by index.
+
+    Args:
+        tokens: array of shape ``[at least seq_length]``, uint16 or int32; the incomplete last sequence is left out.
+        seq_length: tokens a sequence.
+        vocab_size: rows the model's embedding needs.
+
+    Attributes:
+        fingerprint: xxh3_128 of the tokens used, in hex.
+
+    Raises:
+        ConfigError: the tokens don't fill one sequence.
+    """
+
+    def __init__(self, tokens: Tokens, *, seq_length: int, vocab_size: int) -> None:
+        """Keeps ``tokens`` as they are, 2 or 4 bytes each."""
+        count = len(tokens) // seq_length
+        if count == 0:
+            expected = f"at least seq_length={seq_length} tokens"
+            message = describe(
+                "the text is too short for one sequence", expected=expected, found=f"{len(tokens)} tokens"
+            )
+            raise ConfigError(message)
+        self.seq_length = seq_length
+        self.vocab_size = vocab_size
+        used = np.ascontiguousarray(tokens[: count * seq_length])
+        self.fingerprint: str = xxhash.xxh3_128_hexdigest(used.astype(used.dtype.newbyteorder("<"), copy=False).data)
+        self._sequences = torch.from_numpy(used).view(count, seq_length)
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return self._sequences.shape[0]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Sequence ``index``: ``input_ids`` and equal ``labels`` (a causal model shifts them), int64 ``[seq_length]``.
+
+        Raises:
+            IndexError: ``index`` isn't from 0 to ``len(self) - 1``.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        sequence = self._sequences[index].to(torch.int64)
+        return {"input_ids": sequence, "labels": sequence}
+
+
+def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Stack samples: int64 ``[batch, seq_length]`` for each key; the keys don't share memory."""
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def build_text_dataset(config: DataConfig) -> TextDataset:
+    """The dataset that ``config`` describes: its ``paths``, or this Python's standard-library sources without any.
+
+    Files are read in order and only until ``max_samples`` sequences are full.
+
+    Raises:
+        ConfigError: a number is out of range, a path or the tokenizer folder isn't there or can't be read, a named
+            file isn't UTF-8, or the text doesn't fill one sequence.
+        UnsupportedError: a tokenizer folder is named and ``transformers`` isn't installed.
+    """
+    _check_sizes(config)
+    files = _named_files(config.paths) if config.paths else _stdlib_files()
+    tokenizer: _Tokenizer = _ByteTokenizer() if config.tokenizer == "bytes" else _FolderTokenizer(config.tokenizer)
+    wanted = None if config.max_samples is None else config.max_samples * config.seq_length
+    pieces: list[Tokens] = []
+    total = 0
+    for path in files:
+        document = _read_text(path, wanted if tokenizer.token_per_byte else None, required=bool(config.paths))
+        if not document:
+            continue
+        pieces.append(tokenizer.encode(document))
+        total += len(pieces[-1])
+        if wanted is not None and total >= wanted:
+            break
+    if not pieces:
+        expected = f"files that aren't empty (in folders: {' '.join(FOLDER_SUFFIXES)})"
+        raise ConfigError(describe("no text found", where=_source(config), expected=expected))
+    try:
+        tokens = np.concatenate(pieces)[:wanted]
+        return TextDataset(tokens, seq_length=config.seq_length, vocab_size=tokenizer.vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; where: {_source(config)}") from None
+
+
+class _Tokenizer(Protocol):
+    vocab_size: int
+    token_per_byte: bool
+
+    def encode(self, document: bytes) -> Tokens: ...
+
+
+class _ByteTokenizer:
+    """One token a byte, and one behind each document: 257 tokens."""
+
+    token_per_byte = True
+
+    def __init__(self) -> None:
+        self.vocab_size = _round_up(_END_OF_DOCUMENT + 1)
+
+    def encode(self, document: bytes) -> Tokens:
+        tokens = np.empty(len(document) + 1, dtype=np.uint16)
+        tokens[:-1] = np.frombuffer(document, dtype=np.uint8)
+        tokens[-1] = _END_OF_DOCUMENT
+        return tokens
+
+
+class _FolderTokenizer:
+    """A Hugging Face tokenizer in a local folder; its end-of-sequence token, if any, stands behind each document."""
+
+    token_per_byte = False
+
+    def __init__(self, folder: str) -> None:
+        # Anything but a folder would make transformers look for a name on the network.
+        if not Path(folder).is_dir():
+            expected = "'bytes' or a folder with a Hugging Face tokenizer"
+            raise ConfigError(describe("no such tokenizer", where="data.tokenizer", expected=expected, found=folder))
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            message = describe("a tokenizer folder needs transformers", do="pip install 'hyper_resume[models]'")
+            raise UnsupportedError(message) from error
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            found = f"{type(error).__name__}: {error}"
+            raise ConfigError(describe("the tokenizer can't be read", where=folder, found=found)) from error
+        self._dtype = np.uint16 if len(self._tokenizer) <= 2**16 else np.int32
+        self.vocab_size = _round_up(len(self._tokenizer))
+
+    def encode(self, document: bytes) -> Tokens:
+        text = document.decode("utf-8")
+        # verbose would warn of every document longer than the model's context, which is cut here anyway.
+        token_ids = list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        if self._tokenizer.eos_token_id is not None:
+            token_ids.append(self._tokenizer.eos_token_id)
+        return np.asarray(token_ids, dtype=self._dtype)
+
+
+def _round_up(tokens: int) -> int:
+    """Embedding rows for so many tokens: a multiple that any small tensor-parallel size divides."""
+    return -(-tokens // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+
+
+def _check_sizes(config: DataConfig) -> None:
+    # A causal model predicts each token from those before it, so a sequence of one token has nothing to learn from.
+    if config.seq_length < 2:
+        raise ConfigError(describe("data.seq_length is too small", expected="2 or more", found=str(config.seq_length)))
+    if config.max_samples is not None and config.max_samples < 1:
+        raise ConfigError(
+            describe("data.max_samples is too small", expected="1 or more", found=str(config.max_samples))
+        )
+
+
+def _source(config: DataConfig) -> str:
+    return f"data.paths: {', '.join(config.paths) or 'the standard library of this Python'}"
+
+
+def _named_files(names: tuple[str, ...]) -> Iterator[Path]:
+    paths = [Path(name) for name in names]
+    missing = [str(path) for path in paths if not (path.is_file() or path.is_dir())]
+    if missing:
+        expected = "files or folders that exist"
+        raise ConfigError(describe("text not found", where="data.paths", expected=expected, found=", ".join(missing)))
+    return (file for path in paths for file in ([path] if path.is_file() else _folder_files(path, FOLDER_SUFFIXES)))
+
+
+def _stdlib_files() -> Iterator[Path]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return (
+        file
+        for file in _folder_files(folder, (".py",), left_out=_STDLIB_FOLDERS_LEFT_OUT)
+        if not file.name.startswith(_STDLIB_FILES_LEFT_OUT)
+    )
+
+
+def _folder_files(folder: Path, suffixes: tuple[str, ...], left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Files under ``folder`` by name, each folder's own before its subfolders; links to folders aren't followed."""
+
+    def cannot_list(error: OSError) -> None:
+        raise ConfigError(describe("a folder of text can't be read", found=str(error))) from error
+
+    for place, subfolders, names in os.walk(folder, onerror=cannot_list):
+        # os.walk goes on with what is left in this list, in its order.
+        subfolders[:] = sorted(name for name in subfolders if name not in left_out and not name.startswith("."))
+        for name in sorted(names):
+            file = Path(place, name)
+            if file.suffix in suffixes and not name.startswith(".") and file.is_file():
+                yield file
+
+
+def _read_text(path: Path, limit_bytes: int | None, *, required: bool) -> bytes:
+    """The file's UTF-8 bytes, the first ``limit_bytes`` at most; empty for a file that isn't UTF-8 nor ``required``."""
+    try:
+        with path.open("rb") as file:
+            document = file.read(-1 if limit_bytes is None else limit_bytes)
+    except OSError as error:
+        raise ConfigError(describe("a text file can't be read", found=str(error))) from error
+    try:
+        # A character cut by the limit isn't an error.
+        codecs.getincrementaldecoder("utf-8")().decode(
+            document, final=limit_bytes is None or len(document) < limit_bytes
+        )
+    except UnicodeDecodeError as error:
+        if not required:
+            return b""
+        found = f"byte {document[error.start]:#04x} at offset {error.start}"
+        raise ConfigError(describe("a text file isn't UTF-8", where=str(path), found=found)) from error
+    return document

@@ -1,0 +1,66 @@
+"""Errors of the library: what happened, where, expected against found, what to do.
+
+Every class derives from the builtin that the specification names for its situation (chapter 9.3), so callers may catch
+either. All of them are built from one finished message, because an error must survive a trip from one rank to another
+(see :mod:`hyper_resume.collective`) as a class name and a text.
+"""
+
+from __future__ import annotations
+
+
+class HyperResumeError(Exception):
+    """Base of every error that this library raises on purpose."""
+
+
+class ConfigError(HyperResumeError, ValueError):
+    """The configuration is wrong: unknown field, wrong type, impossible combination."""
+
+
+class CheckpointNotFoundError(HyperResumeError, FileNotFoundError):
+    """A checkpoint, or a required part of one, is not on disk."""
+
+
+class CheckpointMismatchError(HyperResumeError, RuntimeError):
+    """The checkpoint and the running job do not fit together."""
+
+
+class CheckpointSaveError(HyperResumeError, RuntimeError):
+    """A save did not reach its commit; the previous checkpoint is untouched."""
+
+
+class StateNotPlainError(HyperResumeError, TypeError):
+    """A bucket holds an object that can't be written without running code when it is read back."""
+
+
+class ReplicaMismatchError(HyperResumeError, RuntimeError):
+    """Copies that must be equal on several ranks differ."""
+
+
+class TrainingIncompleteError(HyperResumeError, RuntimeError):
+    """Training ended before its planned number of steps."""
+
+
+class UnsupportedError(HyperResumeError, RuntimeError):
+    """The asked combination can't be run; the message says which part and what would work."""
+
+
+def describe(what: str, *, where: str = "", expected: str = "", found: str = "", do: str = "") -> str:
+    """Compose one message in the order a reader needs it.
+
+    Args:
+        what: the failure in one clause.
+        where: path, step, rank or field that it concerns.
+        expected: what should have been there.
+        found: what was there instead.
+        do: what the reader can do about it.
+    """
+    parts = [what]
+    if where:
+        parts.append(f"where: {where}")
+    if expected:
+        parts.append(f"expected: {expected}")
+    if found:
+        parts.append(f"found: {found}")
+    if do:
+        parts.append(f"what to do: {do}")
+    return "; ".join(parts)

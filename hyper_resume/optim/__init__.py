@@ -1,0 +1,7 @@
+"""Optimizers: the chain, priming, and building from the configuration."""
+
+from hyper_resume.optim.build import build_lr_schedulers, build_optimizer
+from hyper_resume.optim.chained import ChainedOptimizer
+from hyper_resume.optim.priming import initialize_optimizer_state
+
+__all__ = ["ChainedOptimizer", "build_lr_schedulers", "build_optimizer", "initialize_optimizer_state"]

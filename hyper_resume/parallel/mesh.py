@@ -1,0 +1,102 @@
+"""The device mesh: data-parallel shards outside, tensor parallelism inside: a tp group is neighbouring ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hyper_resume.config.schema import AcceleratorConfig
+from hyper_resume.errors import ConfigError, UnsupportedError, describe
+
+DP_DIM = "dp_shard"
+TP_DIM = "tp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelMesh:
+    """A (dp_shard, tp) mesh and this rank's place in it: global rank = dp_rank * tp_size + tp_rank."""
+
+    device_mesh: DeviceMesh
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    tp_size: int
+
+    @property
+    def dp_mesh(self) -> DeviceMesh:
+        """The ranks that share this rank's tp shard and each read other data."""
+        return self.device_mesh[DP_DIM]
+
+    @property
+    def tp_mesh(self) -> DeviceMesh:
+        """The ranks that read this rank's data and each hold other heads."""
+        return self.device_mesh[TP_DIM]
+
+
+def mesh_sizes(accelerator: AcceleratorConfig, world_size: int) -> tuple[int, int]:
+    """(dp size, tp size) for ``world_size`` ranks.
+
+    Raises:
+        ConfigError: the sizes don't multiply to ``world_size``.
+        UnsupportedError: pipeline parallelism is asked for.
+    """
+    tp_size, dp_size = accelerator.tp_size, accelerator.dp_shard_size
+    if accelerator.pp_size != 1:
+        raise UnsupportedError(
+            describe(
+                "pipeline parallelism is not built",
+                where=f"accelerator.pp_size={accelerator.pp_size}",
+                expected="1",
+                do="set accelerator.pp_size=1 and use tp_size and dp_shard_size",
+            )
+        )
+    for name, size in (("tp_size", tp_size), ("dp_shard_size", dp_size)):
+        if size < 1 and (name, size) != ("dp_shard_size", -1):
+            raise ConfigError(describe("not a group size", where=f"accelerator.{name}", found=str(size)))
+    if dp_size == -1:
+        dp_size = max(1, world_size // tp_size)
+    if dp_size * tp_size != world_size:
+        raise ConfigError(
+            describe(
+                "the mesh does not have one place for each process",
+                where="accelerator",
+                expected=f"dp_shard_size * tp_size = {world_size}, the number of processes",
+                found=f"dp_shard_size={accelerator.dp_shard_size}, tp_size={tp_size}: {dp_size * tp_size} places",
+                do=_advice(tp_size, dp_size, world_size),
+            )
+        )
+    return dp_size, tp_size
+
+
+def _advice(tp_size: int, dp_size: int, world_size: int) -> str:
+    start = f"start {dp_size * tp_size} processes"
+    if world_size % tp_size == 0:
+        return f"set accelerator.dp_shard_size={world_size // tp_size} (or -1), or {start}"
+    divisors = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
+    return f"set accelerator.tp_size to one of {', '.join(divisors)}, or {start}"
+
+
+def build_mesh(accelerator: AcceleratorConfig, device_type: str, world_size: int) -> ParallelMesh | None:
+    """The mesh of this job; None for a single process, which needs none. A collective: every rank calls it.
+
+    Args:
+        accelerator: the sizes; ``dp_shard_size`` -1 takes all ranks that ``tp_size`` leaves.
+        device_type: cpu, cuda or npu.
+        world_size: number of ranks in the default process group.
+
+    Raises:
+        ConfigError: the sizes don't multiply to ``world_size``.
+        UnsupportedError: pipeline parallelism is asked for.
+    """
+    dp_size, tp_size = mesh_sizes(accelerator, world_size)
+    if world_size == 1:
+        return None
+    mesh = init_device_mesh(device_type, (dp_size, tp_size), mesh_dim_names=(DP_DIM, TP_DIM))
+    return ParallelMesh(
+        device_mesh=mesh,
+        dp_rank=mesh.get_local_rank(DP_DIM),
+        dp_size=dp_size,
+        tp_rank=mesh.get_local_rank(TP_DIM),
+        tp_size=tp_size,
+    )

@@ -1,0 +1,1 @@
+"""Buckets: trainer objects <-> plain state. Knows no disk."""

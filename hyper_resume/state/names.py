@@ -1,0 +1,20 @@
+"""Names of parameters that stay the same whatever wraps the model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+# What torch.compile and activation checkpointing put into parameter names; a run with and one without must agree.
+_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def canonical_name(name: str) -> str:
+    """Return ``name`` without the parts that wrappers add, at any depth."""
+    for part in _WRAPPER_PARTS:
+        name = name.replace(part, "")
+    return name
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Return id(parameter) -> its canonical name; a tied parameter has the name it is met under first."""
+    return {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}

@@ -1,0 +1,258 @@
+"""The optimizer bucket: live optimizers <-> state by parameter name.
+
+State is filed under the parameter's name, not its position, so that a changed order of groups can't hand one parameter's
+moments to another. What is restored is exactly what was saved: a parameter that had no state then has none afterwards, and
+every tensor keeps the type it was saved with (``Optimizer.load_state_dict`` would cast moments to the parameter's type).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hyper_resume.errors import CheckpointMismatchError, UnsupportedError, describe
+
+logger = logging.getLogger(__name__)
+
+Entries = Mapping[str, torch.Tensor | None]
+_GROUPS = "param_groups"
+_NAMES = "params"
+_BUCKET = "optimizer"
+_NAMES_SHOWN = 5
+
+
+def flatten_optimizers(optimizer: Any) -> list[Any]:
+    """Return the plain optimizers behind one optimizer, a list of them, or wrappers of either.
+
+    A wrapper is looked through by its ``chained_optimizers`` (a list) or ``optimizer`` attribute.
+
+    Raises:
+        UnsupportedError: an object that is neither an optimizer nor a wrapper of these kinds.
+    """
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, (list, tuple)):
+        return [leaf for item in optimizer for leaf in flatten_optimizers(item)]
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained:
+        return flatten_optimizers(list(chained))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    inner = getattr(optimizer, "optimizer", None)
+    if inner is not None:
+        return flatten_optimizers(inner)
+    if hasattr(optimizer, "state") and hasattr(optimizer, _GROUPS):
+        return [optimizer]
+    raise UnsupportedError(
+        describe(
+            f"unknown optimizer wrapper {type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            expected="a torch Optimizer, or an object with chained_optimizers, optimizer, or state and param_groups",
+            found="none of these attributes",
+            do="give the wrapper a chained_optimizers list, or set checkpoint.save_optimizer and "
+            "checkpoint.restore_optimizer to false",
+        )
+    )
+
+
+def collect_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> dict[str, Any]:
+    """Return ``{index: {"state": {parameter name: {...}}, "param_groups": (...)}}`` without side effects.
+
+    Args:
+        optimizers: plain optimizers, as :func:`flatten_optimizers` gives them.
+        names: id(parameter) -> name.
+
+    Raises:
+        UnsupportedError: a parameter's state can't be laid out by shard (see :func:`_check_layout`).
+    """
+    return {str(index): _collect_one(optimizer, names) for index, optimizer in enumerate(optimizers)}
+
+
+def _collect_one(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
+    state: dict[str, dict[str, Any]] = {}
+    for name, parameter in _named_parameters(optimizer, names):
+        entries = optimizer.state.get(parameter)
+        if entries:
+            _check_layout(name, parameter, entries)
+            state[name] = dict(entries)
+    # A tuple, because DCP takes a list of dicts apart into one entry per option.
+    return {
+        "state": state,
+        _GROUPS: tuple(_group_options(group, names, i) for i, group in enumerate(optimizer.param_groups)),
+    }
+
+
+def _named_parameters(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, group in enumerate(optimizer.param_groups):
+        yield from zip(_names_of(group, names, index), group[_NAMES], strict=True)
+
+
+def _names_of(group: Mapping[str, Any], names: Mapping[int, str], index: int) -> list[str]:
+    """Names of a group's parameters; one that is not the model's is named by its place."""
+    return [names.get(id(parameter), f"unnamed/{index}/{place}") for place, parameter in enumerate(group[_NAMES])]
+
+
+def _group_options(group: Mapping[str, Any], names: Mapping[int, str], index: int) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key not in (_NAMES, "param_names")}
+    return {**options, _NAMES: _names_of(group, names, index)}
+
+
+def _check_layout(name: str, parameter: torch.Tensor, entries: Mapping[str, Any]) -> None:
+    """Refuse a per-rank tensor under a name that all ranks share: DCP would keep one rank's and drop the others."""
+    if not isinstance(parameter, DTensor):
+        return
+    for key, value in entries.items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+            raise UnsupportedError(
+                describe(
+                    f"optimizer state {key} of {name} is a plain tensor although the parameter is sharded",
+                    expected="a DTensor laid out like the parameter, or a scalar",
+                    found=f"a tensor of shape {tuple(value.shape)}",
+                    do="use an optimizer whose state follows its parameters, or set checkpoint.save_optimizer=false",
+                )
+            )
+
+
+def optimizer_template(optimizers: Sequence[Any], names: Mapping[int, str], entries: Entries) -> dict[str, Any]:
+    """Return the tensors that a load must fill: what the checkpoint holds, in the layout of this run's parameters.
+
+    Args:
+        optimizers: plain optimizers of this run.
+        names: id(parameter) -> name.
+        entries: the checkpoint's flattened entry names -> meta tensor, or None for what is no tensor.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint has state for an optimizer but for none of its parameters by name.
+    """
+    template: dict[str, Any] = {}
+    for index, optimizer in enumerate(optimizers):
+        prefix = f"{_BUCKET}.{index}."
+        if f"{prefix}{_GROUPS}" not in entries:
+            continue
+        template[str(index)] = {"state": _state_template(optimizer, names, entries, f"{prefix}state."), _GROUPS: None}
+    return template
+
+
+def saved_optimizer_count(entries: Entries) -> int:
+    """Return how many optimizers the checkpoint holds."""
+    count = 0
+    while f"{_BUCKET}.{count}.{_GROUPS}" in entries:
+        count += 1
+    return count
+
+
+def _state_template(optimizer: Any, names: Mapping[int, str], entries: Entries, prefix: str) -> dict[str, Any]:
+    live = dict(_named_parameters(optimizer, names))
+    in_step_device = {
+        id(parameter): bool(group.get("capturable") or group.get("fused"))
+        for group in optimizer.param_groups
+        for parameter in group[_NAMES]
+    }
+    state: dict[str, dict[str, Any]] = {}
+    unread: set[str] = set()
+    for entry, meta in entries.items():
+        if not entry.startswith(prefix):
+            continue
+        name, _, key = entry.removeprefix(prefix).rpartition(".")
+        if name not in live:
+            unread.add(name)
+            continue
+        parameter = live[name]
+        state.setdefault(name, {})[key] = _destination(parameter, key, meta, on_device=in_step_device[id(parameter)])
+    if unread:
+        _report_unread(sorted(unread), bool(state))
+    return state
+
+
+def _report_unread(unread: list[str], some_read: bool) -> None:
+    shown = ", ".join(unread[:_NAMES_SHOWN]) + (
+        f" and {len(unread) - _NAMES_SHOWN} more" if len(unread) > _NAMES_SHOWN else ""
+    )
+    if not some_read:
+        raise CheckpointMismatchError(
+            describe(
+                "the checkpoint's optimizer state belongs to none of this optimizer's parameters",
+                expected="state under this run's parameter names",
+                found=f"state of {shown}",
+                do="resume with the optimizer that was saved, or set checkpoint.restore_optimizer=false",
+            )
+        )
+    logger.warning("optimizer state of parameters that this optimizer does not have is not restored: %s", shown)
+
+
+def _destination(parameter: torch.Tensor, key: str, meta: torch.Tensor | None, *, on_device: bool) -> Any:
+    if meta is None:
+        return None
+    if key == "step":
+        # torch keeps the counter on the CPU unless the optimizer is capturable or fused; moving it slows every step.
+        return torch.empty(meta.shape, dtype=meta.dtype, device=parameter.device if on_device else "cpu")
+    if isinstance(parameter, DTensor) and meta.shape == parameter.shape:
+        return torch.empty_like(parameter.detach(), dtype=meta.dtype)
+    return torch.empty(meta.shape, dtype=meta.dtype, device=parameter.device)
+
+
+def apply_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded: Mapping[str, Any]) -> None:
+    """Give each optimizer the loaded state and group options; optimizers without a loaded part keep theirs.
+
+    Raises:
+        CheckpointMismatchError: a parameter's saved state is incomplete.
+    """
+    for index, optimizer in enumerate(optimizers):
+        part = loaded.get(str(index))
+        if part is None:
+            continue
+        saved_groups = part[_GROUPS]
+        _check_whole(saved_groups, part["state"])
+        live = dict(_named_parameters(optimizer, names))
+        optimizer.state.clear()
+        for name, entries in part["state"].items():
+            optimizer.state[live[name]] = dict(entries)
+        for place, group in enumerate(optimizer.param_groups):
+            saved = _matching_group(_names_of(group, names, place), saved_groups, place)
+            if saved is not None:
+                _apply_options(group, saved)
+
+
+def _check_whole(saved_groups: Sequence[Mapping[str, Any]], state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Absent state is legal (the parameter never had a gradient); half of it is not."""
+    for group in saved_groups:
+        held = {name: frozenset(state[name]) for name in group[_NAMES] if name in state}
+        if len(set(held.values())) <= 1:
+            continue
+        whole = frozenset().union(*held.values())
+        name = next(name for name, keys in held.items() if keys != whole)
+        raise CheckpointMismatchError(
+            describe(
+                f"optimizer state of {name} is incomplete",
+                expected=", ".join(sorted(whole)),
+                found=", ".join(sorted(held[name])),
+                do="resume from another checkpoint, or set checkpoint.restore_optimizer=false",
+            )
+        )
+
+
+def _matching_group(own: list[str], saved_groups: Sequence[Mapping[str, Any]], place: int) -> Mapping[str, Any] | None:
+    """Find the saved group that holds most of these parameters; an empty group is matched by its place."""
+    if not own:
+        return saved_groups[place] if place < len(saved_groups) and not saved_groups[place][_NAMES] else None
+    wanted = set(own)
+    best = max(saved_groups, key=lambda group: len(wanted.intersection(group[_NAMES])), default=None)
+    if best is None or not wanted.intersection(best[_NAMES]):
+        logger.warning("no saved parameter group holds %s; this group keeps its configured options", own[0])
+        return None
+    return best
+
+
+def _apply_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        if key == _NAMES:
+            continue
+        current = group.get(key)
+        if isinstance(current, torch.Tensor):
+            # A compiled or captured step holds on to this very tensor.
+            current.fill_(value)
+        else:
+            group[key] = value

@@ -1,0 +1,72 @@
+"""The rng_state bucket: torch CPU, device, Python and NumPy streams of this rank.
+
+Everything is stored as tensors and plain values, so that it reads back with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hyper_resume.device import get_device_rng_state, set_device_rng_state
+from hyper_resume.errors import CheckpointMismatchError, describe
+
+STREAMS = ("torch_cpu", "torch_device", "python", "numpy")
+
+
+def collect_rng(device_type: str) -> dict[str, Any]:
+    """Return the state of every stream of this process; ``torch_device`` is None on the CPU."""
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)  # legacy=False
+    return {
+        "torch_cpu": torch.get_rng_state(),
+        "torch_device": get_device_rng_state(device_type),
+        "python": random.getstate(),
+        "numpy": {
+            "bit_generator": str(numpy_state["bit_generator"]),
+            "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+            "pos": int(numpy_state["state"]["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        },
+    }
+
+
+def apply_rng(saved: Mapping[str, Any], device_type: str) -> None:
+    """Set every stream of this process. Must be the last thing a restore does: whatever draws afterwards moves a stream.
+
+    Raises:
+        CheckpointMismatchError: a stream is missing, or NumPy's generator is of another kind.
+    """
+    missing = [stream for stream in STREAMS if stream not in saved]
+    if missing:
+        raise CheckpointMismatchError(
+            describe(
+                f"rng_state lacks {', '.join(missing)}",
+                expected=", ".join(STREAMS),
+                found=", ".join(sorted(saved)),
+                do="resume from another checkpoint, or set checkpoint.restore_train_state=false",
+            )
+        )
+    numpy_state = saved["numpy"]
+    np.random.set_state(
+        {
+            "bit_generator": numpy_state["bit_generator"],
+            "state": {"key": numpy_state["key"].numpy().astype(np.uint32), "pos": numpy_state["pos"]},
+            "has_gauss": numpy_state["has_gauss"],
+            "gauss": numpy_state["gauss"],
+        }
+    )
+    random.setstate(_as_tuple(saved["python"]))
+    torch.set_rng_state(saved["torch_cpu"])
+    if saved["torch_device"] is not None:
+        set_device_rng_state(device_type, saved["torch_device"])
+
+
+def _as_tuple(state: Any) -> Any:
+    """``random.setstate`` wants tuples all the way down; some encoders hand back lists."""
+    return tuple(_as_tuple(item) for item in state) if isinstance(state, (list, tuple)) else state

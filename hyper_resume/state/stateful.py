@@ -1,0 +1,117 @@
+"""Anything else a trainer holds that has a state_dict: gradient scaler, moving averages, callbacks, generators.
+
+Found by looking at the trainer's attributes and callbacks, saved by name. Tensors are kept as this rank's own part, since
+the training state is stored per rank anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hyper_resume.errors import CheckpointMismatchError, describe
+
+logger = logging.getLogger(__name__)
+
+
+def find_stateful(owner: Any, callbacks: Iterable[Any], known: Iterable[Any]) -> dict[str, Any]:
+    """Return name -> object for every attribute of ``owner`` and every callback that can save and restore its state.
+
+    Args:
+        owner: the trainer; its attributes are named after themselves.
+        callbacks: named ``callback.<class name>``, a repeated class with a number after it.
+        known: objects that are saved as buckets of their own; these, and modules made of their parameters, are left out.
+    """
+    known = list(known)
+    parameters = {id(p) for item in known if isinstance(item, nn.Module) for p in item.parameters()}
+    excluded = {id(item) for item in known}
+    found: dict[str, Any] = {}
+    for name, value in vars(owner).items():
+        if id(value) in excluded or not _is_stateful(value):
+            continue
+        if isinstance(value, nn.Module) and all(id(p) in parameters for p in value.parameters()):
+            continue
+        found[name] = value
+    for callback in callbacks:
+        if not _is_stateful(callback):
+            continue
+        base = f"callback.{type(callback).__name__}"
+        name, number = base, 1
+        while name in found:
+            number += 1
+            name = f"{base}.{number}"
+        found[name] = callback
+    return found
+
+
+def _is_stateful(value: Any) -> bool:
+    return isinstance(value, torch.Generator) or (
+        callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def collect_stateful(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name -> state of each object, DTensors as this rank's local tensor, tensors on the CPU and copied."""
+    return {
+        name: _localise(value.get_state() if isinstance(value, torch.Generator) else value.state_dict())
+        for name, value in found.items()
+    }
+
+
+def apply_stateful(found: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Restore every object that has a saved state; what is on one side only is warned of by name.
+
+    Raises:
+        CheckpointMismatchError: a sharded tensor was saved with another local shape (the world changed).
+    """
+    for name in sorted(set(saved) - set(found)):
+        logger.warning("the checkpoint holds state of %s, which this trainer does not have; it is not restored", name)
+    for name in sorted(set(found) - set(saved)):
+        logger.warning("the checkpoint holds no state of %s; it keeps its initial state", name)
+    for name in sorted(set(found) & set(saved)):
+        value = found[name]
+        if isinstance(value, torch.Generator):
+            value.set_state(saved[name])
+        else:
+            value.load_state_dict(_globalise(saved[name], value.state_dict(), name))
+
+
+def _localise(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: _localise(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_localise(item) for item in value)
+    return value
+
+
+def _globalise(saved: Any, live: Any, where: str) -> Any:
+    """Give saved local tensors the layout of their live counterparts."""
+    if isinstance(live, DTensor) and isinstance(saved, torch.Tensor):
+        local = live.to_local()
+        if local.shape != saved.shape:
+            raise CheckpointMismatchError(
+                describe(
+                    f"the saved part of {where} does not fit this rank",
+                    expected=f"local shape {tuple(local.shape)}",
+                    found=f"{tuple(saved.shape)}",
+                    do="resume with the number of ranks and the parallel sizes that were saved",
+                )
+            )
+        return DTensor.from_local(
+            saved.to(local.device), live.device_mesh, live.placements, shape=live.shape, stride=live.stride()
+        )
+    if isinstance(saved, Mapping):
+        return {
+            key: _globalise(item, live.get(key) if isinstance(live, Mapping) else None, f"{where}.{key}")
+            for key, item in saved.items()
+        }
+    return saved

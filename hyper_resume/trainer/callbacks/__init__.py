@@ -1,0 +1,9 @@
+"""Callbacks: policy and observation around the training loop."""
+
+from hyper_resume.trainer.callbacks.base import Callback
+from hyper_resume.trainer.callbacks.checkpointer import CheckpointerCallback
+from hyper_resume.trainer.callbacks.progress import ProgressCallback
+from hyper_resume.trainer.callbacks.trajectory import TrajectoryCallback
+from hyper_resume.trainer.state import TrainerState
+
+__all__ = ["Callback", "CheckpointerCallback", "ProgressCallback", "TrainerState", "TrajectoryCallback"]

@@ -1,0 +1,207 @@
+"""POLICY: when to save, what to save, and how what was read is put back. Knows no storage format.
+
+The callback drives any object with ``config.checkpoint``, ``model``, ``optimizer``, ``lr_scheduler``, ``train_dataloader``,
+``state``, ``train_steps``, ``start_epoch`` and ``start_step`` (specification 5.2); ``optimizer`` and ``lr_scheduler`` may be
+one object or a list. Attributes that it uses where they exist: ``data_iterator``, ``steps_per_epoch``, ``callbacks``,
+``device``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hyper_resume import collective
+from hyper_resume.checkpoint.base import CheckpointerBase, build_checkpointer
+from hyper_resume.config.schema import RESERVED_CHECKPOINT_FIELDS, CheckpointingConfig
+from hyper_resume.errors import CheckpointNotFoundError, describe
+from hyper_resume.parallel.replicas import check_replicas
+from hyper_resume.state.optimizer import flatten_optimizers
+from hyper_resume.trainer.callbacks.base import Callback
+from hyper_resume.trainer.payload import (
+    EXTRA_STATE_SKELETON,
+    apply_loaded,
+    collect_extra_state,
+    collect_payload,
+    make_destination,
+)
+from hyper_resume.trainer.state import TrainerState
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+_NEVER_SAVED = -1
+
+
+class CheckpointerCallback(Callback):
+    """Saves at ``save_steps``, ``save_epochs`` and the end of training; restores once before training.
+
+    No step is saved twice: ``_last_saved_step`` remembers the last one saved or restored.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        """Build the storage backend from ``trainer.config.checkpoint``.
+
+        Raises:
+            UnsupportedError: an optimizer wrapper whose state can't be reached, now rather than at the first save.
+        """
+        super().__init__(trainer)
+        self.config: CheckpointingConfig = trainer.config.checkpoint
+        self.checkpointer: CheckpointerBase = build_checkpointer(
+            ckpt_manager="dcp", extra_state_per_rank=self.config.save_extra_state_per_rank
+        )
+        self._last_saved_step = _NEVER_SAVED
+        if self.config.save_optimizer or self.config.restore_optimizer:
+            flatten_optimizers(trainer.optimizer)
+
+    # ---- hooks ------------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Log the configuration and restore, if asked to. Runs after every other callback's ``on_train_begin``."""
+        logger.info("Checkpoint config: %s", self.config)
+        defaults = CheckpointingConfig()
+        for name in RESERVED_CHECKPOINT_FIELDS:
+            if getattr(self.config, name, getattr(defaults, name)) != getattr(defaults, name):
+                logger.warning("checkpoint.%s is reserved for the Hugging Face export and has no effect yet", name)
+        self._load_checkpoint()
+
+    def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Save when ``save_steps`` divides the step."""
+        step = self._state.global_step
+        if self.config.save_ckpt and self.config.save_steps > 0 and step % self.config.save_steps == 0:
+            self._save_once(step)
+
+    def on_epoch_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Save when ``save_epochs`` divides the number of finished epochs."""
+        config = self.config
+        if not (config.save_ckpt and config.save_epochs > 0 and (self._state.epoch + 1) % config.save_epochs == 0):
+            return
+        if not self._save_once(self._state.global_step):
+            logger.info(
+                "Skip saving at the end of epoch %s: global_step=%s is already saved",
+                self._state.epoch,
+                self._last_saved_step,
+            )
+
+    def on_train_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Save the last step, synchronously, unless it is saved; then wait for a save in flight."""
+        if self.config.save_ckpt and self._state.global_step > 0:
+            self._save_once(self._state.global_step, force_sync=True)
+        self.wait_for_pending_save()
+
+    def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Let a save in flight finish; its own failure is logged, because the first error is the one to raise."""
+        try:
+            self.wait_for_pending_save()
+        except Exception:
+            logger.exception("the save in flight failed while training was broken off")
+
+    def wait_for_pending_save(self) -> None:
+        """Wait for an asynchronous save in flight and raise its failure on every rank."""
+        self.checkpointer.maybe_wait_for_async_save()
+
+    @property
+    def _state(self) -> TrainerState:
+        state: TrainerState = self.trainer.state
+        return state
+
+    # ---- save -------------------------------------------------------------------------------------------------------
+
+    def _save_once(self, step: int, *, force_sync: bool = False) -> bool:
+        """Save unless this step is saved already; returns whether it saved."""
+        if step == self._last_saved_step:
+            return False
+        self._save_checkpoint(force_sync=force_sync)
+        self._last_saved_step = step
+        return True
+
+    def _save_checkpoint(self, *, force_sync: bool = False) -> None:
+        state, config = self._state, self.config
+        directory = Path(config.checkpoint_dir) / f"global_step_{state.global_step}"
+        save_async = config.is_async and not force_sync
+        logger.info(
+            "Saving checkpoint: global_step=%s, epoch=%s, dir=%s, save_async=%s",
+            state.global_step,
+            state.epoch,
+            directory,
+            save_async,
+        )
+        payload = collective.agree(lambda: collect_payload(self.trainer, config))
+        check_replicas(_tensors(payload))
+        if config.save_train_state:
+            payload["extra_state"] = collective.agree(lambda: collect_extra_state(self.trainer))
+        self.checkpointer.save(str(directory), payload, global_step=state.global_step, save_async=save_async)
+
+    # ---- restore ----------------------------------------------------------------------------------------------------
+
+    def _load_checkpoint(self) -> None:
+        path = self._resolve_restore_path()
+        if path is None:
+            return
+        trainer, config = self.trainer, self.config
+        entries = self.checkpointer.describe(path)
+        payload = collective.agree(lambda: make_destination(trainer, config, entries, path))
+        extra_state = self.checkpointer.load(
+            path,
+            payload,
+            strict_model=not config.is_peft,
+            extra_state_skeleton=dict(EXTRA_STATE_SKELETON) if config.restore_train_state else None,
+        )
+        collective.agree(lambda: apply_loaded(trainer, config, payload, extra_state))
+        if config.restore_train_state:
+            self._last_saved_step = self._state.global_step
+        logger.info(
+            "Checkpoint loaded successfully: path=%s, global_step=%s, start_epoch=%s, start_step=%s",
+            path,
+            self._state.global_step,
+            trainer.start_epoch,
+            trainer.start_step,
+        )
+
+    def _resolve_restore_path(self) -> str | None:
+        """Rank 0 decides, all ranks follow.
+
+        Raises:
+            CheckpointNotFoundError: an explicit path that is no directory, on every rank.
+        """
+        wanted = self.config.restore_from
+        if wanted is None:
+            return None
+        if wanted.lower() == LATEST:
+            found = self.checkpointer.find_latest_checkpoint(self.config.checkpoint_dir)
+            if found is None:
+                logger.warning("no checkpoint found under %s: training starts from scratch", self.config.checkpoint_dir)
+            else:
+                logger.info("Resolved LATEST checkpoint: %s", found)
+            return found
+
+        def check() -> str:
+            path = Path(wanted)
+            if not path.is_dir():
+                raise CheckpointNotFoundError(
+                    describe(
+                        "checkpoint.restore_from names no directory",
+                        where=str(path),
+                        expected="an existing global_step_N directory, or LATEST",
+                        found="a file" if path.exists() else "nothing",
+                        do="correct the path",
+                    )
+                )
+            return str(path)
+
+        return collective.on_rank_zero(check)
+
+
+def _tensors(payload: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return the payload's tensors by flattened name."""
+    found: dict[str, torch.Tensor] = {}
+    for key, value in payload.items():
+        if isinstance(value, torch.Tensor):
+            found[prefix + key] = value
+        elif isinstance(value, Mapping):
+            found.update(_tensors(value, f"{prefix}{key}."))
+    return found

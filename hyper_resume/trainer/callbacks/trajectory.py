@@ -1,0 +1,69 @@
+"""One record a step and rank: what two runs are compared by."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hyper_resume import collective
+from hyper_resume.state.digest import digest_state
+from hyper_resume.state.model import collect_model
+from hyper_resume.state.names import parameter_names
+from hyper_resume.state.optimizer import collect_optimizers, flatten_optimizers
+from hyper_resume.state.rng import collect_rng
+from hyper_resume.trainer.callbacks.base import Callback
+from hyper_resume.trainer.state import TrainerState
+
+
+class TrajectoryCallback(Callback):
+    """Appends one JSON line a step to ``<dir>/trajectory_rank_{R}.jsonl``, floats unrounded.
+
+    With ``digests`` each line also has digests of this rank's part of the model, of the optimizer and of each random
+    stream, as they are after the step.
+    """
+
+    def __init__(self, trainer: Any, *, directory: str, digests: bool) -> None:
+        """Open nothing yet: the file is made by the first record."""
+        super().__init__(trainer)
+        self._path = Path(directory) / f"trajectory_rank_{collective.rank()}.jsonl"
+        self._digests = digests
+
+    def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Make the directory, and drop a line that an earlier process was killed in the middle of."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            content = self._path.read_bytes()
+            whole = content.rfind(b"\n") + 1
+            if whole != len(content):
+                os.truncate(self._path, whole)
+
+    def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Append the finished step's record with one write."""
+        current: TrainerState = self.trainer.state
+        record: dict[str, Any] = {
+            "global_step": current.global_step,
+            "epoch": current.epoch,
+            "batch_index": current.batch_index,
+            "loss": current.loss,
+            "lr": current.lrs[0],
+            "group_lrs": current.lrs,
+            "grad_norm": current.grad_norm,
+            "sample_ids": current.sample_ids,
+            "seconds": current.seconds,
+        }
+        if self._digests:
+            record["digests"] = self._digest()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _digest(self) -> dict[str, Any]:
+        trainer = self.trainer
+        optimizers = collect_optimizers(flatten_optimizers(trainer.optimizer), parameter_names(trainer.model))
+        streams = collect_rng(trainer.device.type)
+        return {
+            "model": digest_state(collect_model(trainer.model)),
+            "optimizer": digest_state(optimizers),
+            "rng": {name: None if value is None else digest_state(value) for name, value in streams.items()},
+        }

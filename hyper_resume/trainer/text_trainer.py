@@ -1,0 +1,107 @@
+"""Causal language models on text: builds every part from the configuration and hands them to BaseTrainer."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hyper_resume import collective
+from hyper_resume.config.schema import RunConfig
+from hyper_resume.data.loader import DataLoader
+from hyper_resume.data.text import build_text_dataset, collate
+from hyper_resume.device import DeviceContext, resolve_device, seed_device
+from hyper_resume.models.build import build_model
+from hyper_resume.models.lora import apply_lora
+from hyper_resume.optim.build import build_lr_schedulers, build_optimizer
+from hyper_resume.parallel import ParallelMesh, build_mesh, parallelize
+from hyper_resume.trainer.base import BaseTrainer, planned_steps
+
+logger = logging.getLogger(__name__)
+
+
+class TextTrainer:
+    """Composes a :class:`BaseTrainer` (``.base``), which owns the loop and the hooks.
+
+    The order of building matters for equal bits: one seed for all ranks while the model is made, so that every rank shards
+    the same weights; then each rank's own streams for training.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Build device, mesh, data, model, optimizer and schedule. The process group must exist when there are ranks."""
+        self.config = config
+        self.device: DeviceContext = resolve_device(config.accelerator.device)
+        self.mesh: ParallelMesh | None = build_mesh(config.accelerator, self.device.type, collective.world_size())
+        torch.use_deterministic_algorithms(config.training.deterministic, warn_only=True)
+        dataset = build_text_dataset(config.data)
+        model = self._build_model(dataset.vocab_size)
+        loader = self._build_loader(dataset)
+        optimizer = build_optimizer(model, config.optimizer)
+        schedulers = build_lr_schedulers(optimizer, config.lr_scheduler, planned_steps(config, loader))
+        self._seed_this_rank()
+        self.base = BaseTrainer(
+            config,
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=schedulers,
+            train_dataloader=loader,
+            loss_function=causal_lm_loss,
+            device=self.device.device,
+            dp_group=None if self.mesh is None else self.mesh.dp_mesh.get_group(),
+        )
+
+    def train(self) -> None:
+        """Run the training to its planned step."""
+        self.base.train()
+
+    def _build_model(self, vocab_size: int) -> nn.Module:
+        seed_everything(self.config.training.seed, self.config.training.seed, self.device.type)
+        model = build_model(self.config.model, vocab_size=vocab_size)
+        if self.config.model.lora.rank > 0:
+            model = apply_lora(model, self.config.model.lora)
+        model = model.to(self.device.device)
+        if self.mesh is not None:
+            parallelize(model, self.mesh)
+        return model
+
+    def _build_loader(self, dataset: Any) -> DataLoader:
+        data, mesh = self.config.data, self.mesh
+        return DataLoader(
+            dataset,
+            batch_size=data.batch_size,
+            shuffle=data.shuffle,
+            seed=self.config.training.seed,
+            drop_last=data.drop_last,
+            dp_rank=0 if mesh is None else mesh.dp_rank,
+            dp_world_size=1 if mesh is None else mesh.dp_size,
+            num_workers=data.num_workers,
+            collate_fn=collate,
+        )
+
+    def _seed_this_rank(self) -> None:
+        """Give this rank its own streams.
+
+        Torch's streams are one per data-parallel rank: ranks that share a sample by tensor parallelism must drop the same
+        activations. Python's and NumPy's are one per rank.
+        """
+        seed = self.config.training.seed
+        dp_rank = 0 if self.mesh is None else self.mesh.dp_rank
+        seed_everything(seed + 1 + dp_rank, seed + 1 + collective.rank(), self.device.type)
+
+
+def seed_everything(torch_seed: int, host_seed: int, device_type: str) -> None:
+    """Seed torch's CPU and device streams with one number, Python's and NumPy's with the other."""
+    torch.manual_seed(torch_seed)
+    seed_device(device_type, torch_seed)
+    random.seed(host_seed)
+    np.random.seed(host_seed % 2**32)
+
+
+def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean next-token cross-entropy of ``input_ids`` and ``labels``, both (batch, sequence)."""
+    loss: torch.Tensor = model(**batch).loss
+    return loss
