@@ -106,19 +106,29 @@ def raise_common(failure: BaseException | None, group: dist.ProcessGroup | None 
         if failure is not None:
             raise failure
         return
-    report = None if failure is None else (type(failure).__name__, str(failure))
-    reports = gather(report, group)
+    reports = gather(None if failure is None else _report(failure), group)
     for failing_rank, found in enumerate(reports):
         if found is None:
             continue
-        name, message = found
+        names, message = found
         failing = [str(index) for index, other in enumerate(reports) if other is not None]
         where = (
             f" [rank {failing_rank}]"
             if len(failing) == 1
             else f" [ranks {', '.join(failing)}; message of {failing_rank}]"
         )
-        raise _KNOWN_ERRORS.get(name, RuntimeError)(message + where) from failure
+        known = next((_KNOWN_ERRORS[name] for name in names if name in _KNOWN_ERRORS), RuntimeError)
+        raise known(message + where) from failure
+
+
+def _report(failure: BaseException) -> tuple[list[str], str]:
+    """Return what travels: the names of the error's class and its bases, nearest first, and its message.
+
+    The bases let a rarer subclass (``NotADirectoryError``) arrive as the nearest class that is known (``OSError``).
+    """
+    # str() of a KeyError is the repr of its key; as a message it would be quoted again on arrival.
+    message = str(failure.args[0]) if isinstance(failure, KeyError) and len(failure.args) == 1 else str(failure)
+    return [cls.__name__ for cls in type(failure).__mro__], message
 
 
 def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

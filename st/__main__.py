@@ -90,7 +90,7 @@ def _prove_all(proofs: list[Proof], options: argparse.Namespace, program: tuple[
             record, has_page = _prove_once(proof, options, program)
             verdicts.append(record.verdict)
             codes += [_EXIT_CODES[record.outcome]] if has_page else [_EXIT_CODES[record.outcome], TROUBLE]
-        lines += [f"{proof.id}: {verdict.splitlines()[0]}" for verdict in verdicts]
+        lines += [f"{proof.id}: {verdict}" for verdict in verdicts]
         if len(set(verdicts)) > 1:
             codes.append(DIFFERENT)
             lines.append(f"{proof.id}: the {len(verdicts)} verdicts are NOT all the same")

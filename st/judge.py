@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from conformance.check import VERDICT_COLUMNS, ComparisonError, compare_trajectories
-from conformance.proof_record import Comparison, Divergence, LegComparison
+from conformance.proof_record import Comparison, Divergence, LegComparison, LegRecord
 from conformance.record import Trajectory
 from st.proof import Proof
 
@@ -62,6 +62,20 @@ def judge(proof: Proof, trajectories: Mapping[str, Trajectory]) -> Judgement:
     if divergence is not None:
         verdict = f"DIFFERENT: first {where(divergence, 'resumed')}"
     return Judgement(verdict=verdict, divergence=divergence, comparisons=tuple(comparisons))
+
+
+def require_pointer(killed: LegRecord, resumes_at: int) -> None:
+    """A leg can resume where the proof says only if the leg before it left the pointer there.
+
+    Raises:
+        NotJudgedError: it did not.
+    """
+    pointer = killed.fault.observed_pointer if killed.fault is not None else None
+    if pointer != resumes_at:
+        raise NotJudgedError(
+            f"when leg {killed.label} was dead, the pointer said {pointer}, but the proof resumes at {resumes_at}: "
+            "the save was not committed by then, or the kill came late"
+        )
 
 
 def where(divergence: Divergence, name: str) -> str:

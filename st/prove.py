@@ -13,7 +13,7 @@ from pathlib import Path
 
 from conformance.proof_record import SCHEMA, LegRecord, ProofRecord, write_proof
 from conformance.record import RecordError, read_trajectory
-from st.judge import Judgement, NotJudgedError, judge
+from st.judge import Judgement, NotJudgedError, judge, require_pointer
 from st.proof import LegScript, Proof
 from st.supervisor import Leg, LegError, run_leg
 
@@ -68,6 +68,7 @@ def prove(
     except LegError as error:
         legs.append(error.record)
         verdict = f"ERROR: {error}"
+        say(error.log_tail)
     except (NotJudgedError, RecordError) as error:
         verdict = f"ERROR: {error}"
     is_identical = judgement is not None and judgement.divergence is None
@@ -106,13 +107,7 @@ def _run_legs(
     """Run the script, appending each finished leg to ``legs``."""
     for index, script in enumerate(proof.script):
         if script.resumes_at is not None:
-            fault = legs[-1].fault
-            pointer = fault.observed_pointer if fault else None
-            if pointer != script.resumes_at:
-                raise NotJudgedError(
-                    f"when leg {legs[-1].label} was dead, the pointer said {pointer}, but the proof resumes at "
-                    f"{script.resumes_at}: the save was not committed by then, or the kill came late"
-                )
+            require_pointer(legs[-1], script.resumes_at)
         say(f"leg {index + 1} of {len(proof.script)}: {script.label} ...")
         legs.append(run_leg(_leg(proof, script, index, folder, program, limit_seconds)))
 

@@ -65,12 +65,16 @@ class Leg:
 
 
 class LegError(RuntimeError):
-    """A leg did not go the way the proof needs. ``record`` is what is known of it."""
+    """A leg did not go the way the proof needs.
 
-    def __init__(self, message: str, record: LegRecord) -> None:
-        """``message`` ends with the last lines of the leg's log."""
+    ``record`` is what is known of it; ``log_tail`` holds the last lines of its log.
+    """
+
+    def __init__(self, message: str, record: LegRecord, log_tail: str) -> None:
+        """``message`` is one line and the same whenever the same thing happens."""
         super().__init__(message)
         self.record = record
+        self.log_tail = log_tail
 
 
 class _LegTrouble(RuntimeError):
@@ -107,7 +111,7 @@ def run_leg(leg: Leg) -> LegRecord:
         trouble = f"processes {left} were left behind; they are killed now"
     record = _with_steps(replace(record, seconds=time.monotonic() - started_at, failure=trouble), leg)
     if trouble is not None:
-        raise LegError(f"leg {leg.label}: {trouble}\n{_log_tail(leg.log)}", record)
+        raise LegError(f"leg {leg.label}: {trouble}", record, _log_tail(leg.log))
     return record
 
 

@@ -1,8 +1,9 @@
 """Run one module-level function in several real gloo processes and bring results and errors back.
 
-The ranks are forked from a server process that has torch loaded and has never started a thread, so a rank costs a few
-tens of milliseconds and never inherits a half-locked thread pool from pytest. The rendezvous is a store that this
-process serves on a free loopback port: nothing races for a port number.
+The ranks are forked from a server process that has torch and transformers loaded and never computes anything, so a
+rank costs a few tens of milliseconds and never inherits a half-locked thread pool from pytest. The server takes some
+seconds to start, once in a pytest process. The rendezvous is a store that this process serves on a free loopback port:
+nothing races for a port number.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ _PRELOAD = [
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "peft",
     "numpy",
     "pytest",
     "tests.ranks",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -23,7 +23,7 @@ from hyper_resume import collective
 from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.checkpoint import layout
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase
-from hyper_resume.checkpoint.planner import MODEL_PREFIX, _ModelStrictLoadPlanner, check_model_entries
+from hyper_resume.checkpoint.planner import MODEL_BUCKET, _ModelStrictLoadPlanner, check_model_entries
 from hyper_resume.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -49,7 +49,6 @@ class DistributedCheckpointer(CheckpointerBase):
         self._extra_state_per_rank = extra_state_per_rank
         self._own_group: dist.ProcessGroup | None = None
         self._in_flight: Future[None] | None = None
-        self._in_flight_path = ""
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hyper_resume-save")
         self._swept: set[Path] = set()
 
@@ -60,44 +59,45 @@ class DistributedCheckpointer(CheckpointerBase):
 
         1. all ranks: wait for the save in flight; 2. rank 0: makes the staging directory; 3. each rank: writes its own
         training state and, through DCP, its shards; 4. barrier; 5. rank 0: renames staging to ``path`` and moves the
-        pointer; 6. barrier. With ``save_async`` 3 (shards) to 6 run in a thread, on a copy of the state.
+        pointer; 6. barrier. With ``save_async`` 3 (shards) to 6 run in a thread, on a copy of the state. The pointer names
+        ``global_step_N`` directories only, so a ``path`` of another name is committed and the pointer stays.
 
         Raises:
-            CheckpointSaveError: on every rank; nothing was published and earlier checkpoints are untouched.
-            StateNotPlainError: the training state holds something that can't be read back safely; nothing was written.
+            CheckpointSaveError: on every rank; nothing was published and earlier checkpoints are untouched. A failure of the
+                save in flight is raised before this one begins.
+            StateNotPlainError: the state holds something that can't be read back safely; nothing was written.
         """
         self.maybe_wait_for_async_save()
         target = Path(path)
-        rank, group = collective.rank(), self._group()
-        payload = {key: value for key, value in state.items() if key != extra.PAYLOAD_KEY}
-        training_state = self._training_state(state)
-        staging = collective.on_rank_zero(lambda: self._prepare(target), group)
+        group = self._group()
+        payload = collective.agree(lambda: extra.plain_state(_mark_training_state(state, global_step)), group)
+        training_state = payload.pop(extra.PAYLOAD_KEY, None)
+        staging: Path | None = None
         try:
-            collective.agree(lambda: self._check_shared(staging), group)
-            if training_state is not None and self._extra_state_per_rank:
-                collective.agree(lambda: extra.write_file(staging, rank, extra.encode(training_state)), group)
-            elif training_state is not None:
-                payload[extra.PAYLOAD_KEY] = extra.embed(training_state, rank)
+            staging = collective.on_rank_zero(lambda: self._prepare(target), group)
+            self._stage_training_state(training_state, staging, payload)
             if save_async:
                 self._start_background(payload, staging, target, global_step)
             else:
                 self._dcp(lambda: dcp_save(payload, checkpoint_id=staging, **self._distribution()), target)
                 self._finalize_checkpoint(staging, target, global_step)
-        except (HyperResumeError, OSError):
-            self._discard(staging)
-            raise
+        except Exception as error:  # noqa: BLE001  raised again by _fail
+            self._fail(error, staging, target)
 
-    def _training_state(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        if extra.PAYLOAD_KEY not in state:
-            return None
-        training_state = {
-            "format_version": extra.FORMAT_VERSION,
-            "rank": collective.rank(),
-            "world_size": collective.world_size(),
-            **state[extra.PAYLOAD_KEY],
-        }
-        collective.agree(lambda: extra.check_plain(training_state, extra.PAYLOAD_KEY), self._group())
-        return training_state
+    def _stage_training_state(
+        self, training_state: dict[str, Any] | None, staging: Path, payload: dict[str, Any]
+    ) -> None:
+        """Write this rank's file, or add the training state to what DCP will write."""
+        rank = collective.rank()
+
+        def write() -> None:
+            self._check_shared(staging)
+            if training_state is not None and self._extra_state_per_rank:
+                extra.write_file(staging, rank, extra.encode(training_state))
+
+        collective.agree(write, self._group())
+        if training_state is not None and not self._extra_state_per_rank:
+            payload[extra.PAYLOAD_KEY] = extra.embed(training_state, rank)
 
     def _prepare(self, target: Path) -> Path:
         if target.parent not in self._swept:
@@ -128,11 +128,9 @@ class DistributedCheckpointer(CheckpointerBase):
             try:
                 self._dcp(upload.result, target)
                 self._finalize_checkpoint(staging, target, global_step)
-            except (HyperResumeError, OSError):
-                self._discard(staging)
-                raise
+            except Exception as error:  # noqa: BLE001  raised again, at the next save or wait
+                self._fail(error, staging, target)
 
-        self._in_flight_path = str(target)
         self._in_flight = self._background.submit(finish)
 
     def _finalize_checkpoint(self, staging: Path, target: Path, global_step: int) -> None:
@@ -146,13 +144,20 @@ class DistributedCheckpointer(CheckpointerBase):
 
         def publish() -> None:
             layout.commit(staging, target)
-            layout.write_pointer(target.parent, global_step)
+            if target.name == layout.step_directory_name(global_step):
+                layout.write_pointer(target.parent, global_step)
+            else:
+                logger.warning("%s is no %s: LATEST will not find it", target, layout.step_directory_name(global_step))
 
         collective.on_rank_zero(publish, group)
 
-    def _discard(self, staging: Path) -> None:
-        if collective.rank() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
+    def _fail(self, error: Exception, staging: Path | None, target: Path) -> NoReturn:
+        """Clear away what was staged and raise ``error`` as a CheckpointSaveError."""
+        if staging is not None and collective.rank() == 0:
+            layout.discard(staging)
+        if isinstance(error, CheckpointSaveError):
+            raise error
+        raise _save_error(str(target), error) from error
 
     def maybe_wait_for_async_save(self) -> None:
         """Wait for the save in flight and raise its failure, on every rank.
@@ -166,8 +171,6 @@ class DistributedCheckpointer(CheckpointerBase):
         # No collective here: the background save has told every rank of a failure already, and this is also called while
         # an error breaks training off on one rank only.
         failure = future.exception()
-        if failure is not None and not isinstance(failure, HyperResumeError):
-            raise self._save_error(self._in_flight_path, failure) from failure
         if failure is not None:
             raise failure
 
@@ -191,20 +194,19 @@ class DistributedCheckpointer(CheckpointerBase):
             is the lowest saved rank's (its ``rank`` and ``world_size`` entries say so).
 
         Raises:
-            CheckpointNotFoundError: no such checkpoint, or no training state in it.
+            CheckpointNotFoundError: no such checkpoint, or no training state in it, or only a part of what is asked for.
             CheckpointMismatchError: missing model key, another shape or type, ranks of different steps.
         """
         self.maybe_wait_for_async_save()
         directory, group = Path(path), self._group()
         metadata = collective.agree(lambda: read_metadata(directory), group)
-        model = {MODEL_PREFIX + name: value for name, value in state.get("model", {}).items()}
+        model, _ = flatten_state_dict({MODEL_BUCKET: state.get(MODEL_BUCKET, {})})
         collective.agree(lambda: check_model_entries(model, metadata, strict=strict_model, where=path), group)
         training_state: dict[str, Any] = {}
         if extra_state_skeleton is not None:
             training_state = self._read_extra_state(directory, metadata)
-            missing = sorted(set(extra_state_skeleton) - set(training_state))
-            if missing:
-                logger.warning("%s holds no %s; those keep their initial state", path, ", ".join(missing))
+            lacking = sorted(set(extra_state_skeleton) - set(training_state))
+            collective.agree(lambda: extra.refuse_part(path, lacking), group)
         self._dcp_load(state, directory, strict_model=strict_model)
         return training_state
 
@@ -256,12 +258,25 @@ class DistributedCheckpointer(CheckpointerBase):
         load_entries(state, directory, strict_model=strict_model, **self._distribution())
 
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
-        """Return the newest complete step directory, as rank 0 sees it, on every rank (None: there is none)."""
+        """Return the newest complete step directory, as rank 0 sees it, on every rank (None: there is none).
+
+        Raises:
+            CheckpointNotFoundError: a pointer is there, yet no complete step directory is.
+            CheckpointSaveError: the save in flight, which is waited for, failed.
+        """
+        self.maybe_wait_for_async_save()
         found = collective.on_rank_zero(lambda: layout.find_latest(Path(checkpoint_dir)), self._group())
         return None if found is None else str(found)
 
     def describe(self, path: str) -> dict[str, torch.Tensor | None]:
-        """Return each entry's shape and type as a meta tensor (None for an entry that is no tensor)."""
+        """Return each entry's shape and type as a meta tensor (None for an entry that is no tensor).
+
+        Raises:
+            CheckpointNotFoundError: no complete checkpoint there.
+            CheckpointMismatchError: its metadata can't be decoded.
+            CheckpointSaveError: the save in flight, which is waited for, failed.
+        """
+        self.maybe_wait_for_async_save()
         metadata = collective.agree(lambda: read_metadata(Path(path)), self._group())
         return {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
@@ -285,21 +300,34 @@ class DistributedCheckpointer(CheckpointerBase):
         try:
             return action()
         except CheckpointException as error:
-            raise self._save_error(str(target), error) from error
+            raise _save_error(str(target), error) from error
 
-    @staticmethod
-    def _save_error(path: str, error: BaseException) -> CheckpointSaveError:
-        failures = error.failures if isinstance(error, CheckpointException) else {}
-        reason = failures[min(failures)][0] if failures else error
-        where = f"{path}, rank {min(failures)}" if failures else path
-        return CheckpointSaveError(
-            describe(
-                "the checkpoint was not saved",
-                where=where,
-                found=f"{type(reason).__name__}: {reason}",
-                do="mend the cause; earlier checkpoints are untouched",
-            )
+
+def _mark_training_state(state: dict[str, Any], global_step: int) -> dict[str, Any]:
+    """Return ``state`` with rank, world size, step and format version in its training state, if it has one."""
+    if extra.PAYLOAD_KEY not in state:
+        return state
+    mark = {
+        "format_version": extra.FORMAT_VERSION,
+        "rank": collective.rank(),
+        "world_size": collective.world_size(),
+        "global_step": global_step,
+    }
+    return {**state, extra.PAYLOAD_KEY: {**mark, **state[extra.PAYLOAD_KEY]}}
+
+
+def _save_error(path: str, error: BaseException) -> CheckpointSaveError:
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    reason = failures[min(failures)][0] if failures else error
+    where = f"{path}, rank {min(failures)}" if failures else path
+    return CheckpointSaveError(
+        describe(
+            "the checkpoint was not saved",
+            where=where,
+            found=f"{type(reason).__name__}: {reason}",
+            do="mend the cause; earlier checkpoints are untouched",
         )
+    )
 
 
 def load_entries(state: dict[str, Any], directory: Path, *, strict_model: bool = True, **distribution: Any) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -37,6 +38,8 @@ UNRESTORED_STEP = -1
 
 _FILE = re.compile(r"extra_state_rank_([0-9]+)\.pt")
 _EMBEDDED = re.compile(r"extra_state\.rank_([0-9]+)\.(.+)")
+# torch.load(weights_only=True) reads whole numbers of up to 255 bytes, sign included.
+_INT_BITS = 255 * 8 - 1
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, torch.Size, torch.device)
 
 
@@ -58,29 +61,41 @@ def embedded_key(rank: int) -> str:
     return f"rank_{rank}"
 
 
-def check_plain(value: Any, where: str) -> None:
-    """Refuse anything that ``torch.load(weights_only=True)`` would not read back.
+def plain_state(value: Any, where: str = "") -> Any:
+    """Return ``value`` as ``torch.load(weights_only=True)`` will read it back; containers are new, tensors the same.
+
+    NumPy's float64, integers and booleans become Python's, which compute alike (a schedule that calls ``np.cos`` leaves
+    them in learning rates). Anything else that is no plain value is refused.
 
     Raises:
-        StateNotPlainError: names the path inside the training state and the type that was found.
+        StateNotPlainError: names the path inside the state and the type that was found.
     """
-    if isinstance(value, (dict, OrderedDict, Counter)) and type(value) in (dict, OrderedDict, Counter):
-        for key, item in value.items():
-            check_plain(key, f"{where} (key {key!r})")
-            check_plain(item, f"{where}.{key}")
-    elif type(value) in (list, tuple, set):
-        for index, item in enumerate(value):
-            check_plain(item, f"{where}[{index}]")
-    elif not (type(value) in _PLAIN or isinstance(value, (torch.Tensor, torch.Size))):
+    if type(value) in (dict, OrderedDict, Counter):
+        inside = [(key, f"{where}.{key}" if where else str(key)) for key in value]
+        return type(value)(
+            {plain_state(key, f"{path} (as a key)"): plain_state(value[key], path) for key, path in inside}
+        )
+    if type(value) in (list, tuple, set):
+        return type(value)(plain_state(item, f"{where}[{index}]") for index, item in enumerate(value))
+    if isinstance(value, (np.float64, np.integer, np.bool_)):
+        return value.item()
+    if not _is_plain_leaf(value):
         raise StateNotPlainError(
             describe(
-                "the training state holds an object that can't be saved",
+                "the state holds an object that can't be saved",
                 where=where,
-                expected="tensors, numbers, text, None, and dicts, lists, tuples of them",
+                expected="tensors, numbers of up to 255 bytes, text, None, and dicts, lists, tuples, sets of them",
                 found=f"{type(value).__module__}.{type(value).__qualname__}",
                 do="return plain values from that object's state_dict() (numpy arrays: torch.from_numpy)",
             )
         )
+    return value
+
+
+def _is_plain_leaf(value: Any) -> bool:
+    if type(value) is int:
+        return value.bit_length() <= _INT_BITS
+    return type(value) in _PLAIN or isinstance(value, (torch.Tensor, torch.Size))
 
 
 def encode(extra_state: Mapping[str, Any]) -> bytes:
@@ -105,7 +120,7 @@ def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
 
     Raises:
         CheckpointNotFoundError: it is missing.
-        CheckpointMismatchError: it can't be decoded, or is of a newer format.
+        CheckpointMismatchError: it can't be decoded, is of a newer format, or was written by another rank.
     """
     path = file_path(step_directory, rank)
     try:
@@ -129,7 +144,7 @@ def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
                 do="restore the file from a copy, or resume from another checkpoint",
             )
         ) from error
-    return checked_format(state, str(path))
+    return checked_format(state, str(path), rank)
 
 
 def embed(extra_state: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -156,11 +171,15 @@ def unwrap_embedded(loaded: Mapping[str, Any], rank: int, where: str) -> dict[st
     state = {bucket: value[0] for bucket, value in loaded[embedded_key(rank)].items()}
     if state["global_step"] == UNRESTORED_STEP:
         raise missing_training_state(where, f"no embedded extra_state of rank {rank}")
-    return checked_format(state, where)
+    return checked_format(state, where, rank)
 
 
-def checked_format(state: Any, where: str) -> dict[str, Any]:
-    """Return ``state`` if it is a training state of a format that this version reads."""
+def checked_format(state: Any, where: str, rank: int) -> dict[str, Any]:
+    """Return ``state`` if it is the training state of ``rank``, in a format that this version reads.
+
+    Raises:
+        CheckpointMismatchError: it is not.
+    """
     version = state.get("format_version") if isinstance(state, dict) else None
     if version != FORMAT_VERSION:
         raise CheckpointMismatchError(
@@ -170,6 +189,17 @@ def checked_format(state: Any, where: str) -> dict[str, Any]:
                 expected=f"a dict with format_version {FORMAT_VERSION}",
                 found=f"{type(state).__name__} with format_version {version!r}",
                 do="resume with the version of hyper_resume that wrote it",
+            )
+        )
+    lacking = [name for name in ("rank", "world_size", "global_step") if type(state.get(name)) is not int]
+    if lacking or state["rank"] != rank:
+        raise CheckpointMismatchError(
+            describe(
+                "the extra_state is not this rank's" if not lacking else f"the extra_state has no {', '.join(lacking)}",
+                where=where,
+                expected=f"the training state that rank {rank} saved",
+                found=f"rank {state.get('rank')!r} of {state.get('world_size')!r}, step {state.get('global_step')!r}",
+                do="restore the file that this rank wrote, or resume from another checkpoint",
             )
         )
     result: dict[str, Any] = state
@@ -187,6 +217,24 @@ def missing_training_state(where: str, found: str) -> CheckpointNotFoundError:
             do="set checkpoint.restore_train_state=false to start from its weights only",
         )
     )
+
+
+def refuse_part(where: str, lacking: list[str]) -> None:
+    """Refuse a training state without some of the parts that are to be restored.
+
+    Raises:
+        CheckpointNotFoundError: ``lacking`` names some.
+    """
+    if lacking:
+        raise CheckpointNotFoundError(
+            describe(
+                f"the checkpoint's extra_state lacks {', '.join(lacking)}",
+                where=where,
+                expected="all parts of the training state",
+                found="a part of them",
+                do="set checkpoint.restore_train_state=false to start from its weights only",
+            )
+        )
 
 
 def detect(step_directory: Path, metadata: Metadata) -> ExtraStateLayout:

@@ -33,7 +33,7 @@ class RankSummary:
 
     rank: int
     global_step: int
-    epoch: int
+    epoch: int | None
     world_size: int
     buckets: tuple[str, ...]
     rng_streams: tuple[str, ...]
@@ -123,7 +123,7 @@ def _rank_summary(state: dict[str, Any]) -> RankSummary:
     return RankSummary(
         rank=state["rank"],
         global_step=state["global_step"],
-        epoch=state["epoch"],
+        epoch=state.get("epoch"),
         world_size=state["world_size"],
         buckets=tuple(sorted(set(state) - {"format_version", "rank", "world_size"})),
         rng_streams=tuple(name for name, value in streams.items() if value is not None),

@@ -6,6 +6,7 @@ saves in progress. A step directory appears by one rename, so a save that dies l
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -20,7 +21,13 @@ logger = logging.getLogger(__name__)
 POINTER_NAME = "latest_checkpoint_iteration.txt"
 STAGING_NAME = ".staging"
 METADATA_NAME = ".metadata"
+_REPLACED_SUFFIX = ".replaced"
 _STEP_DIRECTORY = re.compile(r"global_step_(0|[1-9][0-9]*)")
+# 18 digits outlast any training run, and keep a damaged pointer from making a number or a file name that is too long.
+_POINTER = re.compile(r"[0-9]{1,18}")
+
+# Staging directories of saves that this process has begun and not ended: a sweep must not take them for leftovers.
+_in_progress: set[Path] = set()
 
 
 def step_directory_name(global_step: int) -> str:
@@ -47,8 +54,19 @@ def find_latest(checkpoint_dir: Path) -> Path | None:
         None where nothing was ever published (no pointer, no complete step directory).
 
     Raises:
-        CheckpointNotFoundError: a pointer is there, so something was published, yet no complete step directory is.
+        CheckpointNotFoundError: a pointer is there, so something was published, yet no complete step directory is; or
+            ``checkpoint_dir`` is a file.
     """
+    if checkpoint_dir.exists() and not checkpoint_dir.is_dir():
+        raise CheckpointNotFoundError(
+            describe(
+                "checkpoint.checkpoint_dir is no directory",
+                where=str(checkpoint_dir),
+                expected="a directory, or nothing yet",
+                found="a file",
+                do="correct the path",
+            )
+        )
     pointer = checkpoint_dir / POINTER_NAME
     pointed, complaint = _follow_pointer(pointer)
     if pointed is not None:
@@ -77,7 +95,7 @@ def _follow_pointer(pointer: Path) -> tuple[Path | None, str]:
         return None, ""
     except (OSError, UnicodeDecodeError) as error:
         return None, f"pointer {pointer} can't be read ({error})"
-    if not re.fullmatch(r"[0-9]+", text):
+    if not _POINTER.fullmatch(text):
         return None, f"pointer {pointer} holds {text[:40]!r}, which is no step number"
     target = pointer.parent / step_directory_name(int(text))
     if not is_complete(target):
@@ -105,34 +123,63 @@ def new_staging_directory(target: Path) -> Path:
     """Create and return an empty directory for one attempt at saving ``target``."""
     staging = target.parent / STAGING_NAME / f"{target.name}.{uuid.uuid4().hex[:12]}"
     staging.mkdir(parents=True)
+    _in_progress.add(staging.absolute())
     return staging
 
 
 def sweep_staging(checkpoint_dir: Path) -> None:
-    """Delete what dead saves left under ``.staging``. Called before a run's first save, when none can be in progress."""
+    """Clear what dead saves left under ``.staging``. Called before a run's first save, when no other run saves here.
+
+    A complete step directory that had stepped aside for a save which never took its place is put back; all else is
+    deleted.
+    """
     staging = checkpoint_dir / STAGING_NAME
     if not staging.is_dir():
         return
     for leftover in sorted(staging.iterdir()):
-        logger.warning("removing %s, left by a save that did not finish", leftover)
-        shutil.rmtree(leftover, ignore_errors=True)
+        if leftover.absolute() in _in_progress:
+            continue
+        target = checkpoint_dir / leftover.name.split(".", 1)[0]
+        if leftover.name.endswith(_REPLACED_SUFFIX) and is_complete(leftover) and not target.exists():
+            logger.warning("putting %s back: the save that was to replace it did not finish", target)
+            leftover.rename(target)
+        else:
+            logger.warning("removing %s, left by a save that did not finish", leftover)
+            _remove(leftover)
+
+
+def discard(staging: Path) -> None:
+    """Delete the staging directory of a save that failed."""
+    _remove(staging)
+    _in_progress.discard(staging.absolute())
+
+
+def _remove(path: Path) -> None:
+    """Delete a file, a link or a tree; what can't be deleted now stays for the next sweep."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def commit(staging: Path, target: Path) -> None:
     """Make the finished ``staging`` directory visible as ``target`` by one rename.
 
     A directory of an earlier attempt at the same step steps aside first and is deleted last. Stopping between the two
-    renames leaves both copies under ``.staging``.
+    renames leaves both copies under ``.staging``, from where :func:`sweep_staging` puts the earlier one back.
     """
-    _fsync_directory(staging)
+    for directory in (staging, *(entry for entry in staging.rglob("*") if entry.is_dir())):
+        _fsync_directory(directory)
     aside: Path | None = None
-    if target.exists():
-        aside = staging.with_name(f"{staging.name}.replaced")
+    if target.exists() or target.is_symlink():
+        aside = staging.with_name(f"{staging.name}{_REPLACED_SUFFIX}")
         target.rename(aside)
     staging.rename(target)
+    _in_progress.discard(staging.absolute())
     _fsync_directory(target.parent)
     if aside is not None:
-        shutil.rmtree(aside)
+        _remove(aside)
 
 
 def write_pointer(checkpoint_dir: Path, global_step: int) -> None:

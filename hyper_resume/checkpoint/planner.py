@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from hyper_resume.errors import CheckpointMismatchError, describe
 
-MODEL_PREFIX = "model."
+MODEL_BUCKET = "model"
 _NAMES_SHOWN = 5
 
 
@@ -26,7 +26,7 @@ def check_model_entries(wanted: dict[str, Any], metadata: Metadata, *, strict: b
         where: the path, for the message.
 
     Raises:
-        CheckpointMismatchError: ``missing model key``, or an entry of another shape or type.
+        CheckpointMismatchError: ``missing model key``, or an entry of another shape or type, or a tensor on one side only.
     """
     stored = metadata.state_dict_metadata
     missing = [name for name in wanted if name not in stored]
@@ -41,19 +41,26 @@ def check_model_entries(wanted: dict[str, Any], metadata: Metadata, *, strict: b
             )
         )
     for name, value in wanted.items():
-        entry = stored.get(name)
-        if not isinstance(value, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
-            continue
-        if entry.size != value.shape or entry.properties.dtype != value.dtype:
+        if name in stored and _kind_of_live(value) != _kind_of_stored(stored[name]):
             raise CheckpointMismatchError(
                 describe(
                     f"model entry {name} does not fit",
                     where=where,
-                    expected=f"shape {tuple(value.shape)}, {value.dtype} (the running model)",
-                    found=f"shape {tuple(entry.size)}, {entry.properties.dtype} (the checkpoint)",
+                    expected=f"{_kind_of_live(value)} (the running model)",
+                    found=f"{_kind_of_stored(stored[name])} (the checkpoint)",
                     do="resume with the model configuration that was saved",
                 )
             )
+
+
+def _kind_of_live(value: Any) -> str:
+    return f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else "no tensor"
+
+
+def _kind_of_stored(entry: Any) -> str:
+    if isinstance(entry, TensorStorageMetadata):
+        return f"shape {tuple(entry.size)}, {entry.properties.dtype}"
+    return "no tensor"
 
 
 def _first(names: list[str]) -> str:
@@ -72,7 +79,7 @@ class _ModelStrictLoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Check the model's entries on this rank, then plan as DCP does."""
         assert self.metadata is not None  # DCP calls set_up_planner with it first
-        model = {name: value for name, value in self.state_dict.items() if name.startswith(MODEL_PREFIX)}
+        model = {name: value for name, value in self.state_dict.items() if name.startswith(f"{MODEL_BUCKET}.")}
         check_model_entries(model, self.metadata, strict=self._strict_model, where=self._where)
         return super().create_local_plan()
 
@@ -82,4 +89,5 @@ class _ModelStrictLoadPlanner(DefaultLoadPlanner):
         container: Any = self.original_state_dict
         for part in path[:-1]:
             container = container[part]
-        container[path[-1]] = torch.load(value, weights_only=True)
+        # One rank wrote the entry and any rank may read it, so a device in it says nothing about where it belongs.
+        container[path[-1]] = torch.load(value, map_location="cpu", weights_only=True)

@@ -1,6 +1,6 @@
 """Configuration: one typed tree, read from YAML, any field overridden as ``--dotted.path=value``."""
 
-from hyper_resume.config.load import load_config
+from hyper_resume.config.load import ResolvedConfig, as_plain, load_config, reserved_fields_set, resolve_config
 from hyper_resume.config.schema import (
     RESERVED_CHECKPOINT_FIELDS,
     AcceleratorConfig,
@@ -24,8 +24,12 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ResolvedConfig",
     "RunConfig",
     "TrainingConfig",
     "TrajectoryConfig",
+    "as_plain",
     "load_config",
+    "reserved_fields_set",
+    "resolve_config",
 ]

@@ -98,7 +98,11 @@ def reserved_fields_set(config: RunConfig | CheckpointingConfig) -> tuple[str, .
     """Names of the reserved checkpoint fields whose value differs from the default; they have no effect yet."""
     checkpoint = config.checkpoint if isinstance(config, RunConfig) else config
     default = CheckpointingConfig()
-    return tuple(name for name in RESERVED_CHECKPOINT_FIELDS if getattr(checkpoint, name) != getattr(default, name))
+    return tuple(
+        name
+        for name in RESERVED_CHECKPOINT_FIELDS
+        if getattr(checkpoint, name, getattr(default, name)) != getattr(default, name)
+    )
 
 
 def _read_overrides(overrides: Sequence[str]) -> tuple[list[tuple[FieldPath, Located]], list[Problem]]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from hyper_resume.data.reading import MapDataset, start_reading
+from hyper_resume.data.reading import MapDataset, start_reading, stop_reading
 from hyper_resume.data.sampler import EpochOrder, batch_of
 from hyper_resume.errors import CheckpointMismatchError, ConfigError, describe
 
@@ -195,6 +195,7 @@ class EpochIterator(Iterator[Any]):
         self._indices: torch.Tensor | None = None
         self._batches: Iterator[Any] | None = None
         self._closed = False
+        self._is_reading = False
 
     def __iter__(self) -> EpochIterator:
         """Itself."""
@@ -242,9 +243,11 @@ class EpochIterator(Iterator[Any]):
     def close(self) -> None:
         """Stop workers and read nothing more. The loader keeps its position."""
         self._closed = True
-        # Workers are stopped when torch's iterator is let go of.
-        self._batches = None
-        self._indices = None
+        batches, self._batches, self._indices = self._batches, None, None
+        # A thread that is still inside torch's iterator would wait for ever for a stopped worker; the workers are then
+        # stopped when that thread lets go of it.
+        if batches is not None and not self._is_reading:
+            stop_reading(batches)
 
     def _read(self, number: int) -> tuple[Any, list[int]]:
         if self._batches is None or self._indices is None:
@@ -260,7 +263,12 @@ class EpochIterator(Iterator[Any]):
                 collate_fn=self._loader.collate_fn,
                 prefetch_factor=self._loader.prefetch_factor,
             )
-        return next(self._batches), batch_of(self._indices, self._loader.order.batch_size, number)
+        sample_ids = batch_of(self._indices, self._loader.order.batch_size, number)
+        self._is_reading = True
+        try:
+            return next(self._batches), sample_ids
+        finally:
+            self._is_reading = False
 
 
 @dataclass(kw_only=True)

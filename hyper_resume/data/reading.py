@@ -82,8 +82,7 @@ def start_reading(
 ) -> Iterator[Any]:
     """Batches ``first_batch`` to the epoch's last, as ``collate_fn`` makes them.
 
-    ``indices`` are the rank's dataset indices of the whole epoch, int64 of shape ``[n]``. Letting go of the result
-    stops its workers.
+    ``indices`` are the rank's dataset indices of the whole epoch, int64 of shape ``[n]``.
     """
     batches: TorchDataLoader[Any] = TorchDataLoader(
         PlannedDataset(dataset, (order.seed, epoch, dp_rank) if num_workers > 0 else None),
@@ -95,6 +94,17 @@ def start_reading(
         generator=torch.Generator().manual_seed(order.seed),
     )
     return iter(batches)
+
+
+def stop_reading(batches: Iterator[Any]) -> None:
+    """Stop the workers behind the result of :func:`start_reading` now.
+
+    torch stops them when its iterator is collected, but an error raised in it keeps it alive for as long as somebody
+    holds that error.
+    """
+    stop_workers = getattr(batches, "_shutdown_workers", None)
+    if stop_workers is not None:
+        stop_workers()
 
 
 def _seed_streams(*entropy: int) -> None:

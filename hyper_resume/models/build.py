@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from types import MappingProxyType
@@ -78,7 +79,7 @@ def build_model(config: ModelConfig, *, vocab_size: int, dtype: torch.dtype = to
         )
     transformers = _import_transformers()
     folder = None if config.pretrained_model_name_or_path is None else _folder(config.pretrained_model_name_or_path)
-    values = _preset(str(config.preset), vocab_size) if folder is None else _folder_values(transformers, folder)
+    values = _preset(str(config.preset), vocab_size) if folder is None else _folder_values(folder)
     implementations = {name: config.overrides.get(name, value) for name, value in _IMPLEMENTATIONS.items()}
     overrides = {name: value for name, value in config.overrides.items() if name not in _IMPLEMENTATIONS}
     model_config = _model_config(transformers, values, overrides)
@@ -122,16 +123,16 @@ def _folder(name: str) -> Path:
     return folder
 
 
-def _folder_values(transformers: Any, folder: Path) -> dict[str, Any]:
+def _folder_values(folder: Path) -> dict[str, Any]:
     try:
-        values, _ = transformers.PreTrainedConfig.get_config_dict(str(folder), local_files_only=True)
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             describe("the model's config.json can't be read", where=str(folder), found=str(error))
         ) from error
-    if "model_type" not in values:
+    if not isinstance(values, dict) or "model_type" not in values:
         raise ConfigError(describe("the model's config.json names no model_type", where=str(folder)))
-    return dict(values)
+    return values
 
 
 def _model_config(transformers: Any, values: dict[str, Any], overrides: dict[str, Any]) -> Any:
@@ -202,7 +203,8 @@ def _build(transformers: Any, model_config: Any, **options: Any) -> nn.Module:
 
 
 def _load(transformers: Any, folder: Path, model_config: Any, **options: Any) -> nn.Module:
-    refusals: tuple[type[Exception], ...] = (OSError, RuntimeError, *_refusals())
+    safetensors = importlib.import_module("safetensors")
+    refusals: tuple[type[Exception], ...] = (OSError, RuntimeError, safetensors.SafetensorError, *_refusals())
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             str(folder),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -18,6 +20,9 @@ def apply_fsdp(model: nn.Module, mesh: ParallelMesh) -> None:
     Raises:
         UnsupportedError: the model has no stack of decoder layers.
     """
+    # A gathered output layer returns its logits as a view, of which FSDP2 warns in every process at the first step.
+    # It concerns in-place changes of the logits, and losses make none.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
     for _, layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh.dp_mesh)
     fully_shard(model, mesh=mesh.dp_mesh)

@@ -29,7 +29,9 @@ def _feed(hasher: Any, value: Any) -> None:
         hasher.update(f"tensor {tensor.dtype} {tuple(tensor.shape)}".encode())
         hasher.update(tensor.reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
+        # The count keeps an entry of an inner mapping apart from one that follows it in the outer.
+        hasher.update(f"mapping {len(value)}".encode())
+        for key in sorted(value, key=repr):
             hasher.update(f"key {key!r}".encode())
             _feed(hasher, value[key])
     elif isinstance(value, (list, tuple)):

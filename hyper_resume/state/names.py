@@ -5,14 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 # What torch.compile and activation checkpointing put into parameter names; a run with and one without must agree.
-_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def canonical_name(name: str) -> str:
     """Return ``name`` without the parts that wrappers add, at any depth."""
-    for part in _WRAPPER_PARTS:
-        name = name.replace(part, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 Entries = Mapping[str, torch.Tensor | None]
 _GROUPS = "param_groups"
 _NAMES = "params"
+# Of each saved group: parameter name -> the keys of its state, so that a lost entry is noticed when it is read back.
+_STATE_KEYS = "state_keys"
 _BUCKET = "optimizer"
 _NAMES_SHOWN = 5
 
@@ -77,12 +79,12 @@ def _collect_one(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
         entries = optimizer.state.get(parameter)
         if entries:
             _check_layout(name, parameter, entries)
-            state[name] = dict(entries)
+            state[name] = {key: _wrap(value) for key, value in entries.items()}
+    groups = [_group_options(group, names, i) for i, group in enumerate(optimizer.param_groups)]
+    for group in groups:
+        group[_STATE_KEYS] = {name: sorted(state[name]) for name in group[_NAMES] if name in state}
     # A tuple, because DCP takes a list of dicts apart into one entry per option.
-    return {
-        "state": state,
-        _GROUPS: tuple(_group_options(group, names, i) for i, group in enumerate(optimizer.param_groups)),
-    }
+    return {"state": state, _GROUPS: tuple(groups)}
 
 
 def _named_parameters(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -101,19 +103,43 @@ def _group_options(group: Mapping[str, Any], names: Mapping[int, str], index: in
 
 
 def _check_layout(name: str, parameter: torch.Tensor, entries: Mapping[str, Any]) -> None:
-    """Refuse a per-rank tensor under a name that all ranks share: DCP would keep one rank's and drop the others."""
+    """Refuse what can't be put back under a sharded parameter.
+
+    A per-rank tensor stands under a name that all ranks share, so DCP would keep one rank's and drop the others; a DTensor
+    of another shape than the parameter's has a layout that a fresh optimizer can't tell.
+    """
     if not isinstance(parameter, DTensor):
         return
     for key, value in entries.items():
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+        follows = isinstance(value, DTensor) and value.shape == parameter.shape
+        scalar = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() == 1
+        if not (follows or scalar or isinstance(value, (int, float, str, type(None)))):
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else "no shape"
             raise UnsupportedError(
                 describe(
-                    f"optimizer state {key} of {name} is a plain tensor although the parameter is sharded",
-                    expected="a DTensor laid out like the parameter, or a scalar",
-                    found=f"a tensor of shape {tuple(value.shape)}",
+                    f"optimizer state {key} of {name} does not follow the sharded parameter",
+                    expected=f"a DTensor of shape {tuple(parameter.shape)}, or a scalar",
+                    found=f"{type(value).__name__} of shape {shape}",
                     do="use an optimizer whose state follows its parameters, or set checkpoint.save_optimizer=false",
                 )
             )
+
+
+def _wrap(value: Any) -> Any:
+    """Put a container (L-BFGS keeps lists of tensors) into a 1-tuple, which DCP keeps as one entry."""
+    return (value,) if isinstance(value, (dict, list, tuple)) else value
+
+
+def _unwrap(value: Any, device: torch.device) -> Any:
+    return _move(value[0], device) if isinstance(value, tuple) else value
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _move(item, device) for key, item in value.items()}
+    return type(value)(_move(item, device) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def optimizer_template(optimizers: Sequence[Any], names: Mapping[int, str], entries: Entries) -> dict[str, Any]:
@@ -146,11 +172,6 @@ def saved_optimizer_count(entries: Entries) -> int:
 
 def _state_template(optimizer: Any, names: Mapping[int, str], entries: Entries, prefix: str) -> dict[str, Any]:
     live = dict(_named_parameters(optimizer, names))
-    in_step_device = {
-        id(parameter): bool(group.get("capturable") or group.get("fused"))
-        for group in optimizer.param_groups
-        for parameter in group[_NAMES]
-    }
     state: dict[str, dict[str, Any]] = {}
     unread: set[str] = set()
     for entry, meta in entries.items():
@@ -160,8 +181,7 @@ def _state_template(optimizer: Any, names: Mapping[int, str], entries: Entries, 
         if name not in live:
             unread.add(name)
             continue
-        parameter = live[name]
-        state.setdefault(name, {})[key] = _destination(parameter, key, meta, on_device=in_step_device[id(parameter)])
+        state.setdefault(name, {})[key] = _destination(live[name], key, meta)
     if unread:
         _report_unread(sorted(unread), bool(state))
     return state
@@ -183,12 +203,11 @@ def _report_unread(unread: list[str], some_read: bool) -> None:
     logger.warning("optimizer state of parameters that this optimizer does not have is not restored: %s", shown)
 
 
-def _destination(parameter: torch.Tensor, key: str, meta: torch.Tensor | None, *, on_device: bool) -> Any:
+def _destination(parameter: torch.Tensor, key: str, meta: torch.Tensor | None) -> Any:
     if meta is None:
         return None
     if key == "step":
-        # torch keeps the counter on the CPU unless the optimizer is capturable or fused; moving it slows every step.
-        return torch.empty(meta.shape, dtype=meta.dtype, device=parameter.device if on_device else "cpu")
+        return torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
     if isinstance(parameter, DTensor) and meta.shape == parameter.shape:
         return torch.empty_like(parameter.detach(), dtype=meta.dtype)
     return torch.empty(meta.shape, dtype=meta.dtype, device=parameter.device)
@@ -209,29 +228,40 @@ def apply_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded
         live = dict(_named_parameters(optimizer, names))
         optimizer.state.clear()
         for name, entries in part["state"].items():
-            optimizer.state[live[name]] = dict(entries)
+            parameter = live[name]
+            optimizer.state[parameter] = {key: _unwrap(value, parameter.device) for key, value in entries.items()}
         for place, group in enumerate(optimizer.param_groups):
             saved = _matching_group(_names_of(group, names, place), saved_groups, place)
             if saved is not None:
                 _apply_options(group, saved)
+            _place_steps(optimizer, group)
+
+
+def _place_steps(optimizer: Any, group: Mapping[str, Any]) -> None:
+    """Move the step counters to where torch keeps them: on the CPU, unless the group is capturable or fused.
+
+    On the device they would slow every step of a plain optimizer; off it, a fused one fails.
+    """
+    on_device = bool(group.get("capturable") or group.get("fused"))
+    for parameter in group[_NAMES]:
+        entries = optimizer.state.get(parameter) or {}
+        if isinstance(entries.get("step"), torch.Tensor):
+            entries["step"] = entries["step"].to(parameter.device if on_device else "cpu")
 
 
 def _check_whole(saved_groups: Sequence[Mapping[str, Any]], state: Mapping[str, Mapping[str, Any]]) -> None:
     """Absent state is legal (the parameter never had a gradient); half of it is not."""
     for group in saved_groups:
-        held = {name: frozenset(state[name]) for name in group[_NAMES] if name in state}
-        if len(set(held.values())) <= 1:
-            continue
-        whole = frozenset().union(*held.values())
-        name = next(name for name, keys in held.items() if keys != whole)
-        raise CheckpointMismatchError(
-            describe(
-                f"optimizer state of {name} is incomplete",
-                expected=", ".join(sorted(whole)),
-                found=", ".join(sorted(held[name])),
-                do="resume from another checkpoint, or set checkpoint.restore_optimizer=false",
-            )
-        )
+        for name, keys in group.get(_STATE_KEYS, {}).items():
+            if name in state and set(state[name]) != set(keys):
+                raise CheckpointMismatchError(
+                    describe(
+                        f"optimizer state of {name} is incomplete",
+                        expected=", ".join(keys),
+                        found=", ".join(sorted(state[name])),
+                        do="resume from another checkpoint, or set checkpoint.restore_optimizer=false",
+                    )
+                )
 
 
 def _matching_group(own: list[str], saved_groups: Sequence[Mapping[str, Any]], place: int) -> Mapping[str, Any] | None:
@@ -248,11 +278,13 @@ def _matching_group(own: list[str], saved_groups: Sequence[Mapping[str, Any]], p
 
 def _apply_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
-        if key == _NAMES:
+        if key in (_NAMES, _STATE_KEYS):
             continue
         current = group.get(key)
         if isinstance(current, torch.Tensor):
             # A compiled or captured step holds on to this very tensor.
             current.fill_(value)
+        elif isinstance(value, torch.Tensor) and isinstance(current, (int, float)):
+            group[key] = value.item()
         else:
             group[key] = value

@@ -13,15 +13,29 @@ import numpy as np
 import torch
 
 from hyper_resume.device import get_device_rng_state, set_device_rng_state
-from hyper_resume.errors import CheckpointMismatchError, describe
+from hyper_resume.errors import CheckpointMismatchError, UnsupportedError, describe
 
 STREAMS = ("torch_cpu", "torch_device", "python", "numpy")
+_NUMPY_GENERATOR = "MT19937"
 
 
 def collect_rng(device_type: str) -> dict[str, Any]:
-    """Return the state of every stream of this process; ``torch_device`` is None on the CPU."""
+    """Return the state of every stream of this process; ``torch_device`` is None on the CPU.
+
+    Raises:
+        UnsupportedError: NumPy's global generator was replaced by one of another kind.
+    """
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)  # legacy=False
+    if numpy_state["bit_generator"] != _NUMPY_GENERATOR:
+        raise UnsupportedError(
+            describe(
+                "NumPy's global generator can't be saved",
+                expected=_NUMPY_GENERATOR,
+                found=str(numpy_state["bit_generator"]),
+                do="leave np.random as it is, and save a generator of your own with your own state",
+            )
+        )
     return {
         "torch_cpu": torch.get_rng_state(),
         "torch_device": get_device_rng_state(device_type),
@@ -40,7 +54,7 @@ def apply_rng(saved: Mapping[str, Any], device_type: str) -> None:
     """Set every stream of this process. Must be the last thing a restore does: whatever draws afterwards moves a stream.
 
     Raises:
-        CheckpointMismatchError: a stream is missing, or NumPy's generator is of another kind.
+        CheckpointMismatchError: a stream is missing.
     """
     missing = [stream for stream in STREAMS if stream not in saved]
     if missing:

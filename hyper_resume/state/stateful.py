@@ -25,16 +25,17 @@ def find_stateful(owner: Any, callbacks: Iterable[Any], known: Iterable[Any]) ->
     Args:
         owner: the trainer; its attributes are named after themselves.
         callbacks: named ``callback.<class name>``, a repeated class with a number after it.
-        known: objects that are saved as buckets of their own; these, and modules made of their parameters, are left out.
+        known: objects that are saved as buckets of their own; these, and modules made of their parameters and buffers
+            (a compiled alias of the model), are left out.
     """
     known = list(known)
-    parameters = {id(p) for item in known if isinstance(item, nn.Module) for p in item.parameters()}
+    tensors = {id(tensor) for item in known if isinstance(item, nn.Module) for tensor in _tensors(item)}
     excluded = {id(item) for item in known}
     found: dict[str, Any] = {}
     for name, value in vars(owner).items():
         if id(value) in excluded or not _is_stateful(value):
             continue
-        if isinstance(value, nn.Module) and all(id(p) in parameters for p in value.parameters()):
+        if isinstance(value, nn.Module) and _is_alias(value, tensors):
             continue
         found[name] = value
     for callback in callbacks:
@@ -47,6 +48,16 @@ def find_stateful(owner: Any, callbacks: Iterable[Any], known: Iterable[Any]) ->
             name = f"{base}.{number}"
         found[name] = callback
     return found
+
+
+def _is_alias(module: nn.Module, known: set[int]) -> bool:
+    """True when ``module`` holds nothing of its own; one without any tensor may still have an extra state."""
+    own = _tensors(module)
+    return all(id(tensor) in known for tensor in own) if own else not module.state_dict()
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _is_stateful(value: Any) -> bool:

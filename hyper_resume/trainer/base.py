@@ -15,14 +15,16 @@ from torch import nn
 from hyper_resume import collective
 from hyper_resume.config.schema import RunConfig
 from hyper_resume.data.prefetch import HyperIter
-from hyper_resume.errors import TrainingIncompleteError, describe
+from hyper_resume.errors import ConfigError, TrainingIncompleteError, describe
 from hyper_resume.parallel import clip_grad_norm, mean_over
+from hyper_resume.state.rng import apply_rng, collect_rng
 from hyper_resume.trainer.callbacks import (
     Callback,
     CheckpointerCallback,
     ProgressCallback,
     TrajectoryCallback,
 )
+from hyper_resume.trainer.progress import steps_per_epoch
 from hyper_resume.trainer.state import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class BaseTrainer:
             config: ``training``, ``data``, ``checkpoint`` and ``trajectory`` are read here.
             model: on its device, already sharded.
             optimizer: an optimizer, or an object that steps like one.
-            lr_scheduler: a scheduler or a list, each stepped once an optimizer step.
+            lr_scheduler: a scheduler, a list of them, each stepped once an optimizer step, or None.
             train_dataloader: any sized iterable; a stateful one resumes exactly.
             loss_function: (model, batch) -> the batch's mean loss, a scalar tensor.
             device: where batches are moved; default the CPU.
@@ -79,6 +81,7 @@ class BaseTrainer:
         self.train_steps = planned_steps(config, train_dataloader)
         self.start_epoch = 0
         self.start_step = 0
+        self._exhausted = False
         self.callbacks: list[Callback] = []
         self._init_callbacks(callbacks)
 
@@ -114,13 +117,16 @@ class BaseTrainer:
                 self.start_epoch,
                 self.num_train_epochs,
             )
+            self._warn_of_another_horizon()
+            if self._owes_an_epoch_end():
+                self._end_epoch()
             for epoch in range(self.start_epoch, self.num_train_epochs):
                 if self.state.global_step >= self.train_steps:
                     break
                 self._train_epoch(epoch)
             self._dispatch("on_train_end")
         except BaseException:
-            self._dispatch("on_exception")
+            self._dispatch_exception()
             raise
         if self.state.global_step < self.train_steps:
             raise TrainingIncompleteError(
@@ -132,33 +138,89 @@ class BaseTrainer:
                 )
             )
 
+    def _warn_of_another_horizon(self) -> None:
+        """Say so when the epochs that are left do not end at the planned step, because an epoch has another length now."""
+        if self.config.training.max_steps is not None or self.start_epoch >= self.num_train_epochs:
+            return
+        left = (self.num_train_epochs - self.start_epoch) * steps_per_epoch(self) - self.start_step
+        end = self.state.global_step + left
+        if end != self.train_steps:
+            logger.warning(
+                "an epoch has another length than in the run that was saved: %s epochs would end at step %s, but this run "
+                "and its lr schedule are planned for %s steps; set training.max_steps and lr_scheduler.decay_steps",
+                self.num_train_epochs,
+                end,
+                self.train_steps,
+            )
+
+    def _owes_an_epoch_end(self) -> bool:
+        """True after a restore of what was saved between an epoch's last step and its ``on_epoch_end``."""
+        state = self.state
+        at_boundary = self.start_step == 0 and self.start_epoch == state.epoch + 1
+        return state.global_step > 0 and at_boundary and not state.epoch_ended
+
     def _train_epoch(self, epoch: int) -> None:
         self.state.epoch = epoch
+        self.state.epoch_ended = False
         set_epoch = getattr(self.train_dataloader, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        # Where in the epoch the iterator starts, in micro-batches; 0 for a loader that can't tell. Asked before the iterator
-        # is made, because a prefetching one moves the loader at once.
-        self.state.batch_index = getattr(self.train_dataloader, "batches_consumed", 0) - 1
+        # Asked before the iterator is made, because a prefetching one moves the loader at once.
+        self.state.batch_index = self._batches_consumed(epoch) - 1
+        # What a foreign loader draws when its iterator is made was drawn once already, before the checkpoint.
+        streams = collect_rng(self.device.type)
+        self.data_iterator = self._open_iterator()
+        resumed = epoch == self.start_epoch and self.state.global_step > 0
+        if resumed and self.start_step > 0:
+            apply_rng(streams, self.device.type)
+        self.model.train()
+        try:
+            trained = self._train_windows()
+            if resumed and not trained and self.start_step == 0:
+                # A foreign loader that was saved after an epoch's last batch comes back exhausted: that pass was the
+                # finished epoch's, the next one is this epoch's.
+                self.data_iterator.close()
+                apply_rng(streams, self.device.type)
+                self.data_iterator = self._open_iterator()
+                self._train_windows()
+            if self._epoch_is_over():
+                self._end_epoch()
+        finally:
+            self.data_iterator.close()
+            self.data_iterator = None
+
+    def _batches_consumed(self, epoch: int) -> int:
+        """How many micro-batches of ``epoch`` the loader has behind it; a loader without the number is taken by our count."""
+        consumed: int | None = getattr(self.train_dataloader, "batches_consumed", None)
+        if consumed is not None:
+            return consumed
+        positioned = epoch == self.start_epoch and hasattr(self.train_dataloader, "load_state_dict")
+        return self.start_step * self.config.training.gradient_accumulation_steps if positioned else 0
+
+    def _open_iterator(self) -> HyperIter:
         data = self.config.data
-        self.data_iterator = HyperIter(
+        return HyperIter(
             self.train_dataloader,
             use_background_prefetcher=data.use_background_prefetcher,
             prefetch_batches=data.prefetch_batches,
         )
-        self.model.train()
-        try:
-            while self.state.global_step < self.train_steps:
-                batches = self._next_window()
-                if not batches:
-                    break
-                self._step(batches)
-                self._dispatch("on_step_end")
-            if self._epoch_is_over():
-                self._dispatch("on_epoch_end")
-        finally:
-            self.data_iterator.close()
-            self.data_iterator = None
+
+    def _train_windows(self) -> int:
+        """Step until the epoch's data or the planned steps are used up; returns how many steps that took."""
+        before = self.state.global_step
+        self._exhausted = False
+        while self.state.global_step < self.train_steps:
+            batches = self._next_window()
+            if not batches:
+                break
+            self._step(batches)
+            self._dispatch("on_step_end")
+        return self.state.global_step - before
+
+    def _end_epoch(self) -> None:
+        # Before the hooks: what is saved in them is saved behind the epoch's end.
+        self.state.epoch_ended = True
+        self._dispatch("on_epoch_end")
 
     def _next_window(self) -> list[Any]:
         """Take the micro-batches of one optimizer step; fewer at an epoch's end, none after it."""
@@ -169,6 +231,7 @@ class BaseTrainer:
             try:
                 batch = next(self.data_iterator)
             except StopIteration:
+                self._exhausted = True
                 break
             batches.append(batch)
             self.state.batch_index += 1
@@ -176,6 +239,9 @@ class BaseTrainer:
         return batches
 
     def _epoch_is_over(self) -> bool:
+        """By the data's end, or, when ``max_steps`` came first, by the count of batches."""
+        if self._exhausted:
+            return True
         try:
             return self.state.batch_index + 1 >= len(self.train_dataloader)
         except TypeError:
@@ -217,19 +283,44 @@ class BaseTrainer:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _schedulers(self) -> list[Any]:
+        if self.lr_scheduler is None:
+            return []
         return list(self.lr_scheduler) if isinstance(self.lr_scheduler, (list, tuple)) else [self.lr_scheduler]
 
     def _dispatch(self, hook: str) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self.state)
 
+    def _dispatch_exception(self) -> None:
+        """Every callback hears of the error, whatever another one does: the last of them lets the save in flight finish."""
+        for callback in self.callbacks:
+            try:
+                callback.on_exception(self.state)
+            except Exception:
+                logger.exception("%s failed while training was broken off", type(callback).__name__)
+
 
 def planned_steps(config: RunConfig, train_dataloader: Any) -> int:
-    """Return the optimizer steps of the whole run: all epochs, or ``max_steps`` where that is set."""
+    """Return the optimizer steps of the whole run: all epochs, or ``max_steps`` where that is set.
+
+    Raises:
+        ConfigError: ``max_steps`` is not set and the loader has no length.
+    """
     training = config.training
     if training.max_steps is not None:
         return training.max_steps
-    batches = len(train_dataloader)
+    try:
+        batches = len(train_dataloader)
+    except TypeError:
+        raise ConfigError(
+            describe(
+                "the number of steps can't be planned",
+                where="training.max_steps",
+                expected="a number, because the dataloader has no length",
+                found="null",
+                do="set training.max_steps",
+            )
+        ) from None
     return training.num_train_epochs * -(-batches // training.gradient_accumulation_steps)
 
 

@@ -56,6 +56,7 @@ def collect_extra_state(trainer: Any) -> dict[str, Any]:
     return {
         "global_step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
+        "epoch_ended": bool(getattr(trainer.state, "epoch_ended", True)),
         "lr_scheduler": collect_schedulers(_as_list(trainer.lr_scheduler)),
         "train_dataloader": collect_dataloader(getattr(trainer, "data_iterator", None), trainer.train_dataloader),
         "stateful": collect_stateful(_find_stateful(trainer)),
@@ -122,6 +123,8 @@ def apply_loaded(
     apply_schedulers(_as_list(trainer.lr_scheduler), extra_state.get("lr_scheduler") or [])
     trainer.state.global_step = extra_state["global_step"]
     trainer.state.epoch = extra_state["epoch"]
+    if hasattr(trainer.state, "epoch_ended"):
+        trainer.state.epoch_ended = extra_state.get("epoch_ended", True)
     positioned = apply_dataloader(trainer.train_dataloader, extra_state.get("train_dataloader"))
     trainer.start_epoch, trainer.start_step = resume_point(trainer, positioned=positioned)
     apply_stateful(_find_stateful(trainer), extra_state.get("stateful") or {})

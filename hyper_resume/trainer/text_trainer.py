@@ -37,7 +37,8 @@ class TextTrainer:
         self.device: DeviceContext = resolve_device(config.accelerator.device)
         self.mesh: ParallelMesh | None = build_mesh(config.accelerator, self.device.type, collective.world_size())
         torch.use_deterministic_algorithms(config.training.deterministic, warn_only=True)
-        dataset = build_text_dataset(config.data)
+        # What may fail on one rank only (a folder that one node lacks) fails on all, and none waits for it.
+        dataset = collective.agree(lambda: build_text_dataset(config.data))
         model = self._build_model(dataset.vocab_size)
         loader = self._build_loader(dataset)
         optimizer = build_optimizer(model, config.optimizer)
@@ -60,13 +61,9 @@ class TextTrainer:
 
     def _build_model(self, vocab_size: int) -> nn.Module:
         seed_everything(self.config.training.seed, self.config.training.seed, self.device.type)
-        model = build_model(self.config.model, vocab_size=vocab_size)
-        if self.config.model.lora.rank > 0:
-            model = apply_lora(model, self.config.model.lora)
-        model = model.to(self.device.device)
-        if self.mesh is not None:
-            parallelize(model, self.mesh)
-        return model
+        config, device = self.config.model, self.device.device
+        model = collective.agree(lambda: apply_lora(build_model(config, vocab_size=vocab_size), config.lora).to(device))
+        return parallelize(model, self.mesh)
 
     def _build_loader(self, dataset: Any) -> DataLoader:
         data, mesh = self.config.data, self.mesh

@@ -169,6 +169,7 @@ def test_a_wrong_type_says_where_what_was_expected_and_what_was_found(write: Wri
         ("lora: {rank: 8}", "lora", "write model.lora"),
         ("model: {lora: {rnak: 8}}", "model.lora.rnak", "write model.lora.rank"),
         ("name: adamw", "name", "write optimizer.name or lr_scheduler.name"),
+        ("optimizer: {nmae: adamw}", "optimizer.nmae", "write optimizer.name"),
         ("model_name_or_path: x", "model_name_or_path", "write model.pretrained_model_name_or_path"),
         ("chekpoint: {save_steps: 1}", "chekpoint", "write checkpoint"),
         (

@@ -1,27 +1,32 @@
 from __future__ import annotations
 
-import gc
+import itertools
 import json
 import logging
 import multiprocessing
 import random
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from datasets_for_tests import Broken, Counting, Noisy, Numbers, Only, as_is
-from position_replay import assert_resumes_exactly_at_every_position
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from hyper_resume.data import DataLoader
 from hyper_resume.errors import CheckpointMismatchError, ConfigError
+from tests.data.datasets_for_tests import Broken, Counting, Noisy, Numbers, Only, as_is
+from tests.data.position_replay import assert_resumes_exactly_at_every_position
 
 
 def _ids(loader: DataLoader) -> list[list[int]]:
     """One pass, with a collate_fn that leaves the samples alone and a dataset whose samples are their indices."""
     return list(loader)
+
+
+def _flat(batches: Iterable[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(batches))
 
 
 def _numbers_loader(length: int = 23, **options: Any) -> DataLoader:
@@ -59,33 +64,20 @@ def test_resume_at_every_position_of_three_epochs_equals_the_uninterrupted_run(
     ]
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("length", "world", "rank"), [(7, 1, 0), (11, 3, 1)])
-def test_resume_with_workers_gives_the_same_batches_and_the_same_augmentations(
-    length: int, world: int, rank: int, drop_last: bool
-) -> None:
+def test_resume_with_workers_gives_the_same_batches_and_the_same_augmentations() -> None:
     def make_loader() -> DataLoader:
-        return DataLoader(
-            Noisy(length),
-            batch_size=2,
-            seed=5,
-            drop_last=drop_last,
-            dp_rank=rank,
-            dp_world_size=world,
-            num_workers=2,
-            collate_fn=as_is,
-        )
+        return DataLoader(Noisy(5), batch_size=2, seed=5, num_workers=2, collate_fn=as_is)
 
-    whole = assert_resumes_exactly_at_every_position(make_loader, epochs=2)
+    whole = assert_resumes_exactly_at_every_position(make_loader, epochs=3)
     noise = [repr(sample[1:]) for handed in whole for sample in handed.batch]
-    assert len(set(noise)) == len(noise)  # varies from batch to batch and from epoch to epoch
+    assert len(set(noise)) == len(noise) == 15  # varies from sample to sample and from epoch to epoch
 
 
 def test_augmentations_in_workers_do_not_depend_on_the_number_of_workers() -> None:
     def batches(num_workers: int) -> list[Any]:
         return list(DataLoader(Noisy(9), batch_size=2, num_workers=num_workers, collate_fn=as_is))
 
-    assert batches(1) == batches(3)
+    assert batches(1) == batches(2)
 
 
 @pytest.mark.parametrize(("option", "value"), [("seed", 6), ("dp_rank", 1)])
@@ -157,7 +149,7 @@ def test_iterating_after_a_finished_epoch_reads_the_next_one() -> None:
     loader = _numbers_loader()
     first, second = _ids(loader), _ids(loader)
     assert first != second
-    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(23))
+    assert sorted(_flat(first)) == sorted(_flat(second)) == list(range(23))
     assert (loader.epoch, loader.batches_consumed) == (1, 6)
 
 
@@ -189,6 +181,16 @@ def test_set_epoch_to_the_running_epoch_does_not_part_the_loader_from_its_iterat
         loader.set_epoch(0)
     assert loader.batches_consumed == 6
     assert len(_ids(loader)) == 0  # chosen again, and finished
+    assert len(_ids(loader)) == 6
+    assert loader.epoch == 1
+
+
+def test_an_epoch_chosen_while_it_is_read_is_left_for_the_next_one_at_its_end() -> None:
+    loader = _numbers_loader()
+    reading = iter(loader)
+    next(reading)
+    loader.set_epoch(0)
+    list(reading)
     assert len(_ids(loader)) == 6
     assert loader.epoch == 1
 
@@ -260,7 +262,7 @@ def test_reading_the_state_early_changes_nothing_for_any_rank() -> None:
         reading = iter(loader)
         reading.state_dict()
         loader.state_dict()
-        union += sum(reading, [])
+        union += _flat(reading)
     assert sorted(union) == list(range(96))
 
 
@@ -290,7 +292,7 @@ def test_skipped_batches_are_not_read_from_the_dataset(num_workers: int) -> None
     dataset = Counting(23)
     loader = DataLoader(dataset, batch_size=4, num_workers=num_workers, collate_fn=as_is)
     loader.load_state_dict(loader.state_dict() | {"epoch": 1, "batches_consumed": 4})
-    rest = sum(loader, [])
+    rest = _flat(loader)
     assert len(rest) == 7
     assert [index for index, reads in enumerate(dataset.reads) if reads] == sorted(rest)
     assert max(dataset.reads) == 1
@@ -475,8 +477,10 @@ def test_a_failed_read_reaches_the_caller_and_does_not_move_the_position(num_wor
     loader = DataLoader(dataset, batch_size=2, shuffle=False, num_workers=num_workers, collate_fn=as_is)
     reading = iter(loader)
     assert [next(reading), next(reading)] == [[0, 1], [2, 3]]
+    workers = multiprocessing.active_children()
     with pytest.raises(OSError, match="the disk has gone"):
         next(reading)
+    assert not any(worker.is_alive() for worker in workers)
     assert loader.batches_consumed == 2
     with pytest.raises(RuntimeError, match="has failed"):
         next(reading)
@@ -492,13 +496,14 @@ def test_stop_iteration_from_the_dataset_is_an_error_and_not_an_early_end_of_the
 
 
 def test_closing_an_iterator_stops_its_workers_and_keeps_the_position() -> None:
+    others = set(multiprocessing.active_children())
     loader = _numbers_loader(num_workers=2)
     reading = iter(loader)
     next(reading)
-    assert len(multiprocessing.active_children()) == 2
+    workers = set(multiprocessing.active_children()) - others
+    assert len(workers) == 2
     reading.close()
-    gc.collect()
-    assert multiprocessing.active_children() == []
+    assert not any(worker.is_alive() for worker in workers)
     assert loader.batches_consumed == 1
     with pytest.raises(RuntimeError, match="closed"):
         next(reading)

@@ -6,6 +6,7 @@ import math
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from conformance.proof_record import read_proof
 from conformance.record import read_trajectory
 from st.__main__ import main
-from st.judge import NotJudgedError, judge
+from st.judge import NotJudgedError, judge, require_pointer
 from st.proof import Proof, load_proof
 from tests.st import stand_in
 from tests.st.legs import fault_after_step, processes_naming, run_stand_in
@@ -80,22 +81,21 @@ def test_a_broken_resume_exits_1_and_keeps_the_checkpoints(tmp_path: Path, capsy
     assert (results_of(tmp_path) / "checkpoints" / "run" / "latest_checkpoint_iteration.txt").exists()
 
 
-def test_repeated_proofs_print_each_verdict_and_that_all_agree(
+def test_repeats_of_a_failing_leg_exit_4_and_print_each_verdict_and_that_all_agree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert prove(tmp_path, write_proof_file(tmp_path), "--no-page", "--repeat", "2") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines.count(IDENTICAL) == 2
-    assert lines[-3:] == [f"stand-in: {IDENTICAL}", f"stand-in: {IDENTICAL}", "stand-in: all 2 verdicts are the same"]
-
-
-def test_a_leg_that_fails_exits_4_and_is_on_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_proof_file(tmp_path)
     path.write_text(path.read_text().replace("leg: reference", "leg: reference, overrides: [--defect=dies-early]"))
-    assert prove(tmp_path, path, "--no-page") == 4
-    assert "ERROR: leg reference: failed: torchrun ended with exit code 1" in capsys.readouterr().out
-    record = read_proof(results_of(tmp_path))
-    assert (record.outcome, len(record.legs)) == ("error", 1)
+    assert prove(tmp_path, path, "--no-page", "--repeat", "2") == 4
+    output = capsys.readouterr().out
+    verdict = "ERROR: leg reference: failed: torchrun ended with exit code 1"
+    assert "rank 3 meets its end" in output
+    assert output.splitlines().count(verdict) == 2
+    summary = [f"stand-in: {verdict}", f"stand-in: {verdict}", "stand-in: all 2 verdicts are the same"]
+    assert output.splitlines()[-3:] == summary
+    for folder in (tmp_path / "results").iterdir():
+        record = read_proof(folder)
+        assert (record.outcome, record.verdict, len(record.legs)) == ("error", verdict, 1)
 
 
 def test_an_empty_folder_of_proofs_is_an_error_not_a_pass(tmp_path: Path) -> None:
@@ -123,6 +123,7 @@ def wait_for_step(folder: Path, step: int, runner: subprocess.Popen[bytes]) -> N
     pattern = "results/*/legs/0-reference/trajectory_rank_2.jsonl"
     while not any(file.read_bytes().count(b"\n") == step for file in folder.glob(pattern)):
         assert runner.poll() is None, "the runner ended before it was interrupted"
+        time.sleep(0.01)
 
 
 class Ran:
@@ -132,7 +133,7 @@ class Ran:
         self.folder = folder
         self.proof: Proof = load_proof(write_proof_file(folder))
         run_stand_in(folder / "first", "reference")
-        run_stand_in(folder / "second", "interrupted", "--hold-after=13", fault=fault_after_step(13))
+        self.killed = run_stand_in(folder / "second", "interrupted", "--hold-after=13", fault=fault_after_step(13))
         self.checkpoints = folder / "second" / "checkpoints"
 
     def verdict(self, folder: Path, *options: str) -> str:
@@ -181,10 +182,7 @@ def test_an_interrupted_leg_that_differs_means_that_the_reference_does_not_repea
         judge(ran.proof, {"reference": reference, "interrupted": interrupted, "resumed": reference})
 
 
-def test_a_checkpoint_that_is_not_where_the_proof_resumes_is_not_judged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_proof_file(tmp_path)
-    path.write_text(path.read_text().replace("resumes_at: 10", "resumes_at: 12"))
-    assert prove(tmp_path, path, "--no-page") == 4
-    assert "the pointer said 10, but the proof resumes at 12" in capsys.readouterr().out
+def test_a_pointer_that_is_not_where_the_proof_resumes_is_not_judged(ran: Ran) -> None:
+    require_pointer(ran.killed, 10)
+    with pytest.raises(NotJudgedError, match="the pointer said 10, but the proof resumes at 12"):
+        require_pointer(ran.killed, 12)

@@ -2,8 +2,8 @@
 
 The callback drives any object with ``config.checkpoint``, ``model``, ``optimizer``, ``lr_scheduler``, ``train_dataloader``,
 ``state``, ``train_steps``, ``start_epoch`` and ``start_step`` (specification 5.2); ``optimizer`` and ``lr_scheduler`` may be
-one object or a list. Attributes that it uses where they exist: ``data_iterator``, ``steps_per_epoch``, ``callbacks``,
-``device``.
+one object or a list. Attributes that it uses where they exist: ``data_iterator``, ``callbacks``, ``device``,
+``config.training.gradient_accumulation_steps`` (``start_step`` counts optimizer steps).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase, build_checkpointer
-from hyper_resume.config.schema import RESERVED_CHECKPOINT_FIELDS, CheckpointingConfig
+from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, describe
 from hyper_resume.parallel.replicas import check_replicas
 from hyper_resume.state.optimizer import flatten_optimizers
@@ -63,10 +63,8 @@ class CheckpointerCallback(Callback):
     def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Log the configuration and restore, if asked to. Runs after every other callback's ``on_train_begin``."""
         logger.info("Checkpoint config: %s", self.config)
-        defaults = CheckpointingConfig()
-        for name in RESERVED_CHECKPOINT_FIELDS:
-            if getattr(self.config, name, getattr(defaults, name)) != getattr(defaults, name):
-                logger.warning("checkpoint.%s is reserved for the Hugging Face export and has no effect yet", name)
+        for name in reserved_fields_set(self.config):
+            logger.warning("checkpoint.%s is reserved for the Hugging Face export and has no effect yet", name)
         self._load_checkpoint()
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:

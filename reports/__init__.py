@@ -1,0 +1,1 @@
+"""The reports room: a results folder becomes one self-contained HTML file."""

@@ -1,0 +1,38 @@
+"""What is on disk, to hold two moments against each other, and step directories made by hand."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+
+def listing(root: Path) -> dict[str, str]:
+    """Every file, link and folder under ``root`` with its size and digest."""
+    found = {}
+    for entry in sorted(root.rglob("*")):
+        name = str(entry.relative_to(root))
+        if entry.is_symlink():
+            found[name] = f"link to {entry.readlink()}"
+        elif entry.is_dir():
+            found[name] = "folder"
+        else:
+            content = entry.read_bytes()
+            found[name] = f"{len(content)} bytes, {hashlib.sha256(content).hexdigest()}"
+    return found
+
+
+def make_step(root: Path, name: str | int, *, metadata: bytes | None = b"not empty") -> Path:
+    """A step directory that looks complete, or one without or with another ``.metadata``."""
+    directory = root / (f"global_step_{name}" if isinstance(name, int) else name)
+    directory.mkdir(parents=True)
+    (directory / "__0_0.distcp").write_bytes(b"shard")
+    if metadata is not None:
+        (directory / ".metadata").write_bytes(metadata)
+    return directory
+
+
+def point_to(root: Path, text: str | bytes) -> Path:
+    """Write the pointer."""
+    pointer = root / "latest_checkpoint_iteration.txt"
+    pointer.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return pointer

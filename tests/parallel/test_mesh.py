@@ -1,0 +1,71 @@
+"""Sizes of the mesh, ranks on it, and what a user reads when they do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hyper_resume.config.schema import AcceleratorConfig
+from hyper_resume.errors import ConfigError, UnsupportedError
+from hyper_resume.parallel import build_mesh, mean_over
+from tests.ranks import run_ranks
+
+
+def _places() -> tuple[int, int, int, int, list[int], list[int]]:
+    mesh = build_mesh(AcceleratorConfig(tp_size=2), "cpu", dist.get_world_size())
+    assert mesh is not None
+    assert mesh.device_mesh.mesh_dim_names == ("dp_shard", "tp")
+    dp_peers, tp_peers = mesh.dp_mesh.mesh.tolist(), mesh.tp_mesh.mesh.tolist()
+    return mesh.dp_rank, mesh.dp_size, mesh.tp_rank, mesh.tp_size, dp_peers, tp_peers
+
+
+def _mean_of_ranks() -> tuple[float, float]:
+    mesh = build_mesh(AcceleratorConfig(tp_size=2), "cpu", dist.get_world_size())
+    assert mesh is not None
+    value = torch.tensor(float(dist.get_rank()), requires_grad=True)
+    mean = mean_over(value, mesh.dp_mesh.get_group())
+    assert not mean.requires_grad
+    return mean.item(), value.item()
+
+
+def test_tp_groups_are_neighbouring_ranks_and_dp_takes_the_rest() -> None:
+    assert run_ranks(_places, 4) == [
+        (0, 2, 0, 2, [0, 2], [0, 1]),
+        (0, 2, 1, 2, [1, 3], [0, 1]),
+        (1, 2, 0, 2, [0, 2], [2, 3]),
+        (1, 2, 1, 2, [1, 3], [2, 3]),
+    ]
+
+
+def test_the_mean_is_taken_over_the_dp_ranks_and_leaves_its_argument_alone() -> None:
+    assert run_ranks(_mean_of_ranks, 4) == [(1.0, 0.0), (2.0, 1.0), (1.0, 2.0), (2.0, 3.0)]
+
+
+def test_without_a_group_the_mean_is_the_value() -> None:
+    assert mean_over(torch.tensor(3.0), None).item() == 3.0
+
+
+def test_a_single_process_needs_no_mesh() -> None:
+    assert build_mesh(AcceleratorConfig(), "cpu", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "world_size", "message"),
+    [
+        (AcceleratorConfig(tp_size=2, dp_shard_size=4), 4, r"= 4.*dp_shard_size=4, tp_size=2: 8 places.*=2 \(or -1\)"),
+        (AcceleratorConfig(tp_size=3), 4, r"tp_size=3: 3 places.*tp_size to one of 1, 2, 4, or start 3 processes"),
+        (AcceleratorConfig(tp_size=2), 1, r"tp_size to one of 1, or start 2 processes"),
+        (AcceleratorConfig(tp_size=0), 4, r"accelerator\.tp_size.*0"),
+        (AcceleratorConfig(dp_shard_size=0), 4, r"accelerator\.dp_shard_size.*0"),
+        (AcceleratorConfig(dp_shard_size=-2), 4, r"accelerator\.dp_shard_size.*-2"),
+    ],
+)
+def test_sizes_that_do_not_fit_say_what_to_set(accelerator: AcceleratorConfig, world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_mesh(accelerator, "cpu", world_size)
+
+
+def test_pipeline_parallelism_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"accelerator\.pp_size=2"):
+        build_mesh(AcceleratorConfig(pp_size=2), "cpu", 2)
