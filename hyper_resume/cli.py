@@ -52,9 +52,14 @@ def _parser() -> argparse.ArgumentParser:
 def _guarded(action: Callable[[], None]) -> int:
     try:
         action()
-    except HyperResumeError as error:
+    except ConfigError as error:
+        # One line for each mistake.
         print(f"hyper-resume: error: {error}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ERROR
+        return EXIT_USAGE
+    except HyperResumeError as error:
+        # The texts of torch's own errors, which some messages quote, run over several lines.
+        print(f"hyper-resume: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_ERROR
     return 0
 
 

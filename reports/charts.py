@@ -14,7 +14,7 @@ from html import escape
 WIDTH = 960
 _LEFT, _RIGHT, _BOTTOM = 92, 18, 42
 _TAG_ROW = 17
-_TAG_WIDTH = 96
+_TAG_LETTER = 7.5
 _MOST_MARKERS = 90
 
 
@@ -176,9 +176,10 @@ def _tag_rows(marks: Sequence[Mark], first: int, last: int) -> list[int]:
     ends: list[float] = []
     rows: list[int] = []
     for mark in marks:
-        left = x(mark.at) - _TAG_WIDTH / 2
+        width = _TAG_LETTER * (len(mark.text) + 1)
+        left = x(mark.at) - width / 2
         row = next((index for index, end in enumerate(ends) if end <= left), len(ends))
-        ends[row : row + 1] = [left + _TAG_WIDTH]
+        ends[row : row + 1] = [left + width]
         rows.append(row)
     return rows
 

@@ -34,7 +34,7 @@ from st import launcher, processes
 POINTER_NAME = "latest_checkpoint_iteration.txt"
 _POLL_SECONDS = 0.01
 _DEATH_SECONDS = 20.0
-_LOG_LINES = 25
+_LOG_LINES = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +297,16 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _log_tail(log: Path) -> str:
+    """What the ranks said last, and torchrun's finding; its own long report between the two is left out."""
     if not log.exists():
         return "(it wrote no log)"
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join([f"last lines of {log}:", *(f"  | {line}" for line in lines[-_LOG_LINES:])])
+    # Of a progress bar, which returns to the start of its line again and again, the last state is enough.
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    report = next((index for index, line in enumerate(lines) if "ChildFailedError" in line), len(lines))
+    if report < len(lines):
+        starts = [index for index, line in enumerate(lines[:report]) if line.startswith("Traceback")]
+        report = starts[-1] if starts else report
+    finding = next((index for index, line in enumerate(lines) if line.startswith("Root Cause")), len(lines))
+    kept = [*lines[:report][-_LOG_LINES:], *lines[max(report, finding) :]]
+    return "\n".join([f"last lines of {log}:", *(f"  | {line}" for line in kept)])

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -23,14 +21,9 @@ from hyper_resume import collective
 from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.checkpoint import layout
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase
-from hyper_resume.checkpoint.planner import MODEL_BUCKET, _ModelStrictLoadPlanner, check_model_entries
-from hyper_resume.errors import (
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    CheckpointSaveError,
-    HyperResumeError,
-    describe,
-)
+from hyper_resume.checkpoint.planner import MODEL_BUCKET, check_model_entries
+from hyper_resume.checkpoint.reading import check_shards, load_entries, read_metadata
+from hyper_resume.errors import CheckpointMismatchError, CheckpointSaveError, describe
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -144,10 +137,7 @@ class DistributedCheckpointer(CheckpointerBase):
 
         def publish() -> None:
             layout.commit(staging, target)
-            if target.name == layout.step_directory_name(global_step):
-                layout.write_pointer(target.parent, global_step)
-            else:
-                logger.warning("%s is no %s: LATEST will not find it", target, layout.step_directory_name(global_step))
+            _move_pointer(target, global_step)
 
         collective.on_rank_zero(publish, group)
 
@@ -200,6 +190,7 @@ class DistributedCheckpointer(CheckpointerBase):
         self.maybe_wait_for_async_save()
         directory, group = Path(path), self._group()
         metadata = collective.agree(lambda: read_metadata(directory), group)
+        collective.on_rank_zero(lambda: check_shards(directory, metadata), group)
         model, _ = flatten_state_dict({MODEL_BUCKET: state.get(MODEL_BUCKET, {})})
         collective.agree(lambda: check_model_entries(model, metadata, strict=strict_model, where=path), group)
         training_state: dict[str, Any] = {}
@@ -225,14 +216,14 @@ class DistributedCheckpointer(CheckpointerBase):
                 found.ranks[0],
             )
             state = probe
-        steps = collective.gather(state["global_step"], group)
-        if len(set(steps)) > 1:
+        saves = collective.gather((state["global_step"], state["world_size"]), group)
+        if len(set(saves)) > 1:
             raise CheckpointMismatchError(
                 describe(
                     "the ranks' extra_state are of different steps",
                     where=str(directory),
-                    expected="one global_step on all ranks",
-                    found=", ".join(f"rank {index}: {step}" for index, step in enumerate(steps)),
+                    expected="one global_step and world size on all ranks",
+                    found=", ".join(f"rank {i}: step {step} of {size} ranks" for i, (step, size) in enumerate(saves)),
                     do="restore the files that belong together, or resume from another checkpoint",
                 )
             )
@@ -316,6 +307,28 @@ def _mark_training_state(state: dict[str, Any], global_step: int) -> dict[str, A
     return {**state, extra.PAYLOAD_KEY: {**mark, **state[extra.PAYLOAD_KEY]}}
 
 
+def _move_pointer(target: Path, global_step: int) -> None:
+    """Make the pointer name ``target``, which is committed already.
+
+    Raises:
+        CheckpointSaveError: the pointer can't be replaced; says that the checkpoint itself is there.
+    """
+    if target.name != layout.step_directory_name(global_step):
+        logger.warning("%s is not named %s: LATEST will not find it", target, layout.step_directory_name(global_step))
+        return
+    try:
+        layout.write_pointer(target.parent, global_step)
+    except OSError as error:
+        raise CheckpointSaveError(
+            describe(
+                "the checkpoint is complete, but the pointer could not be moved to it",
+                where=str(target.parent / layout.POINTER_NAME),
+                found=f"{type(error).__name__}: {error}",
+                do=f"mend the cause; checkpoint.restore_from={target} resumes from it meanwhile",
+            )
+        ) from error
+
+
 def _save_error(path: str, error: BaseException) -> CheckpointSaveError:
     failures = error.failures if isinstance(error, CheckpointException) else {}
     reason = failures[min(failures)][0] if failures else error
@@ -325,63 +338,7 @@ def _save_error(path: str, error: BaseException) -> CheckpointSaveError:
             "the checkpoint was not saved",
             where=where,
             found=f"{type(reason).__name__}: {reason}",
-            do="mend the cause; earlier checkpoints are untouched",
+            # A full disk reaches us as "unexpected pos" of torch's zip writer.
+            do="look for space and permissions there; earlier checkpoints are untouched",
         )
     )
-
-
-def load_entries(state: dict[str, Any], directory: Path, *, strict_model: bool = True, **distribution: Any) -> None:
-    """Fill ``state`` in place through DCP; ``distribution`` is passed on (``process_group``, ``no_dist``).
-
-    Raises:
-        CheckpointMismatchError: on every rank, when any rank could not read its part.
-    """
-    planner = _ModelStrictLoadPlanner(strict_model=strict_model, where=str(directory))
-    try:
-        dcp_load(state, checkpoint_id=directory, planner=planner, **distribution)
-    except CheckpointException as error:
-        # Derives from BaseException, so it would pass every `except Exception` on its way up.
-        first = error.failures[min(error.failures)][0]
-        if isinstance(first, HyperResumeError):
-            raise first from error
-        raise CheckpointMismatchError(
-            describe(
-                "the checkpoint can't be read",
-                where=f"{directory}, rank {min(error.failures)}",
-                found=f"{type(first).__name__}: {first}",
-                do="verify the files, or resume from another checkpoint",
-            )
-        ) from error
-
-
-def read_metadata(directory: Path) -> Metadata:
-    """Read a step directory's own description.
-
-    Raises:
-        CheckpointNotFoundError: it is missing or incomplete.
-        CheckpointMismatchError: it can't be decoded.
-    """
-    if not layout.is_complete(directory):
-        root_hint = (directory / layout.POINTER_NAME).exists()
-        raise CheckpointNotFoundError(
-            describe(
-                "not a complete checkpoint",
-                where=str(directory),
-                expected=f"a step directory with its {layout.METADATA_NAME}",
-                found="no such directory" if not directory.is_dir() else "no usable .metadata",
-                do="name one global_step_N of this directory, or use LATEST with checkpoint.checkpoint_dir"
-                if root_hint
-                else "name a complete global_step_N directory",
-            )
-        )
-    try:
-        return FileSystemReader(directory).read_metadata()
-    except Exception as error:
-        raise CheckpointMismatchError(
-            describe(
-                "the checkpoint's metadata can't be read",
-                where=str(directory / layout.METADATA_NAME),
-                found=f"{type(error).__name__}: {error}",
-                do="resume from another checkpoint",
-            )
-        ) from error

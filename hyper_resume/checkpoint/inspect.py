@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hyper_resume.checkpoint import extra_state as extra
-from hyper_resume.checkpoint.dcp import load_entries, read_metadata
 from hyper_resume.checkpoint.layout import parse_step
+from hyper_resume.checkpoint.reading import load_entries, read_metadata
 from hyper_resume.errors import CheckpointNotFoundError
 
 

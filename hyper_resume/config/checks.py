@@ -53,6 +53,7 @@ CHECKS: tuple[Check, ...] = (
     *_at_least(1, "training.num_train_epochs", "training.max_steps", "training.gradient_accumulation_steps"),
     *_at_least(1, "accelerator.tp_size", "lr_scheduler.decay_steps"),
     *_above_zero("accelerator.timeout_seconds", "optimizer.eps", "training.max_grad_norm"),
+    Check(fields=("data.token_noise",), holds=lambda share: 0 <= share < 1, expected="a share from 0 to below 1"),
     Check(
         fields=("accelerator.dp_shard_size",),
         holds=lambda size: size == -1 or size >= 1,

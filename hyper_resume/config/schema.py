@@ -70,13 +70,15 @@ class DataConfig:
 
     ``paths`` are text files or folders; empty means the running Python's own standard-library sources. ``tokenizer`` is
     ``bytes`` (one token a byte) or a local Hugging Face tokenizer folder. ``max_samples`` keeps the first so many
-    sequences. ``batch_size`` counts sequences per data-parallel rank and micro-batch.
+    sequences. ``batch_size`` counts sequences per data-parallel rank and micro-batch. ``token_noise`` is the share of input
+    tokens replaced by a random byte, drawn anew at each reading.
     """
 
     paths: tuple[str, ...] = ()
     tokenizer: str = "bytes"
     seq_length: int = 128
     max_samples: int | None = None
+    token_noise: float = 0.0
     batch_size: int = 2
     shuffle: bool = True
     drop_last: bool = False

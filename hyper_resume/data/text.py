@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import random
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,8 @@ class TextDataset:
         tokens: array of shape ``[at least seq_length]``, uint16 or int32; the incomplete last sequence is left out.
         seq_length: tokens a sequence.
         vocab_size: rows the model's embedding needs.
+        noise: share of a sequence's input tokens that are replaced, anew at each reading, by one random byte. Which
+            ones comes from NumPy's stream, the byte from Python's. The labels stay clean.
 
     Attributes:
         fingerprint: xxh3_128 of the tokens used, in hex.
@@ -53,7 +56,7 @@ class TextDataset:
         ConfigError: the tokens don't fill one sequence.
     """
 
-    def __init__(self, tokens: Tokens, *, seq_length: int, vocab_size: int) -> None:
+    def __init__(self, tokens: Tokens, *, seq_length: int, vocab_size: int, noise: float = 0.0) -> None:
         """Keeps ``tokens`` as they are, 2 or 4 bytes each."""
         count = len(tokens) // seq_length
         if count == 0:
@@ -63,6 +66,7 @@ class TextDataset:
             )
             raise ConfigError(message)
         self.seq_length = seq_length
+        self.noise = noise
         self.vocab_size = vocab_size
         used = np.ascontiguousarray(tokens[: count * seq_length])
         self.fingerprint: str = xxhash.xxh3_128_hexdigest(used.astype(used.dtype.newbyteorder("<"), copy=False).data)
@@ -73,7 +77,9 @@ class TextDataset:
         return self._sequences.shape[0]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Sequence ``index``: ``input_ids`` and equal ``labels`` (a causal model shifts them), int64 ``[seq_length]``.
+        """Sequence ``index``: ``input_ids`` and ``labels``, int64 ``[seq_length]``; a causal model shifts the labels.
+
+        Without noise the two are equal, and nothing is drawn.
 
         Raises:
             IndexError: ``index`` isn't from 0 to ``len(self) - 1``.
@@ -81,7 +87,11 @@ class TextDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         sequence = self._sequences[index].to(torch.int64)
-        return {"input_ids": sequence, "labels": sequence}
+        return {"input_ids": self._with_noise(sequence) if self.noise else sequence, "labels": sequence}
+
+    def _with_noise(self, sequence: torch.Tensor) -> torch.Tensor:
+        replaced = torch.from_numpy(np.random.random(len(sequence)) < self.noise)
+        return sequence.masked_fill(replaced, random.randrange(_END_OF_DOCUMENT))
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -118,7 +128,9 @@ def build_text_dataset(config: DataConfig) -> TextDataset:
         raise ConfigError(describe("no text found", where=_source(config), expected=expected))
     try:
         tokens = np.concatenate(pieces)[:wanted]
-        return TextDataset(tokens, seq_length=config.seq_length, vocab_size=tokenizer.vocab_size)
+        return TextDataset(
+            tokens, seq_length=config.seq_length, vocab_size=tokenizer.vocab_size, noise=config.token_noise
+        )
     except ConfigError as error:
         raise ConfigError(f"{error}; where: {_source(config)}") from None
 

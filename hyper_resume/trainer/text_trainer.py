@@ -60,7 +60,7 @@ class TextTrainer:
         self.base.train()
 
     def _build_model(self, vocab_size: int) -> nn.Module:
-        seed_everything(self.config.training.seed, self.config.training.seed, self.device.type)
+        seed_everything(self.config.training.seed, self.device.type)
         config, device = self.config.model, self.device.device
         model = collective.agree(lambda: apply_lora(build_model(config, vocab_size=vocab_size), config.lora).to(device))
         return parallelize(model, self.mesh)
@@ -80,22 +80,21 @@ class TextTrainer:
         )
 
     def _seed_this_rank(self) -> None:
-        """Give this rank its own streams.
+        """Give this rank's data-parallel place its own streams.
 
-        Torch's streams are one per data-parallel rank: ranks that share a sample by tensor parallelism must drop the same
-        activations. Python's and NumPy's are one per rank.
+        Ranks that share a sample by tensor parallelism share the seed too: they must drop the same activations, and a
+        dataset that draws numbers must hand them the same sample.
         """
-        seed = self.config.training.seed
         dp_rank = 0 if self.mesh is None else self.mesh.dp_rank
-        seed_everything(seed + 1 + dp_rank, seed + 1 + collective.rank(), self.device.type)
+        seed_everything(self.config.training.seed + 1 + dp_rank, self.device.type)
 
 
-def seed_everything(torch_seed: int, host_seed: int, device_type: str) -> None:
-    """Seed torch's CPU and device streams with one number, Python's and NumPy's with the other."""
-    torch.manual_seed(torch_seed)
-    seed_device(device_type, torch_seed)
-    random.seed(host_seed)
-    np.random.seed(host_seed % 2**32)
+def seed_everything(seed: int, device_type: str) -> None:
+    """Seed every stream of this process: torch's CPU and device, Python's, NumPy's."""
+    torch.manual_seed(seed)
+    seed_device(device_type, seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -87,7 +87,9 @@ def training_state(global_step: int) -> dict[str, Any]:
     }
 
 
-def payload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, step: int | None = None) -> dict[str, Any]:
+def payload(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, step: int | None = None
+) -> dict[str, Any]:
     """The three parts of a payload; without an optimizer or a step, without that part."""
     parts: dict[str, Any] = {"model": collect_model(model)}
     if optimizer is not None:

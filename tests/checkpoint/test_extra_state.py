@@ -107,7 +107,11 @@ def test_a_key_is_refused_like_a_value() -> None:
 
 @pytest.mark.parametrize(
     ("bucket", "path"),
-    [("model", r"model\.w"), ("optimizer", r"optimizer\.0\.param_groups\[0\]\.lr"), ("extra_state", r"extra_state\.best")],
+    [
+        ("model", r"model\.w"),
+        ("optimizer", r"optimizer\.0\.param_groups\[0\]\.lr"),
+        ("extra_state", r"extra_state\.best"),
+    ],
 )
 def test_a_save_of_what_could_not_be_read_back_writes_nothing(tmp_path: Path, bucket: str, path: str) -> None:
     state: dict[str, Any] = {
@@ -182,8 +186,8 @@ def test_a_part_that_is_asked_for_and_missing_is_an_error(tmp_path: Path, per_ra
     directory = tmp_path / "global_step_1"
     checkpointer = DistributedCheckpointer(extra_state_per_rank=per_rank)
     checkpointer.save(str(directory), {"model": {}, "extra_state": {"epoch": 1}}, global_step=1)
+    skeleton = dict.fromkeys(("global_step", "epoch", "rng_state", "lr_scheduler"))
     with pytest.raises(CheckpointNotFoundError, match="extra_state lacks lr_scheduler, rng_state"):
-        skeleton = dict.fromkeys(("global_step", "epoch", "rng_state", "lr_scheduler"))
         checkpointer.load(str(directory), {}, extra_state_skeleton=skeleton)
 
 

@@ -101,9 +101,7 @@ def test_a_pointer_without_any_complete_checkpoint_is_an_error(tmp_path: Path, t
     assert isinstance(caught.value, FileNotFoundError)
 
 
-def test_a_pointer_that_is_a_directory_falls_back_to_the_scan(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pointer_that_is_a_directory_falls_back_to_the_scan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_step(tmp_path, 5)
     (tmp_path / layout.POINTER_NAME).mkdir()
     assert latest(tmp_path) == "global_step_5"

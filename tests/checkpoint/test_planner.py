@@ -30,7 +30,9 @@ def moments(value: float) -> dict[str, Any]:
 
 
 def test_an_optimizer_key_that_the_checkpoint_lacks_keeps_what_is_there(tmp_path: Path) -> None:
-    save(tmp_path / "global_step_1", {"model": {"w": torch.ones(2)}, "optimizer": {"0": {"state": {"w": moments(5.0)}}}})
+    save(
+        tmp_path / "global_step_1", {"model": {"w": torch.ones(2)}, "optimizer": {"0": {"state": {"w": moments(5.0)}}}}
+    )
     live = {
         "model": {"w": torch.zeros(2)},
         "optimizer": {"0": {"state": {"w": moments(0.0), "frozen": moments(7.0)}, "param_groups": ("mine",)}},

@@ -77,7 +77,9 @@ def test_one_process_gets_everything_back(tmp_path: Path, per_rank: bool, save_a
 def _four_ranks(folder: str) -> list[dict[str, Any]]:
     """All four combinations in one world; returns what must hold on this rank."""
     reports = []
-    for step, (per_rank, save_async) in enumerate([(True, False), (True, True), (False, False), (False, True)], start=1):
+    for step, (per_rank, save_async) in enumerate(
+        [(True, False), (True, True), (False, False), (False, True)], start=1
+    ):
         model = sharded_tiny(step)
         optimizer = adamw(model)
         train(model, optimizer, 2)
@@ -131,7 +133,10 @@ def test_stock_dcp_reads_what_is_written(tmp_path: Path) -> None:
     stock = {
         "model": {name: torch.zeros_like(value) for name, value in collect_model(tiny(2)).items()},
         "optimizer": {
-            "0": {"state": {"up.weight": {"exp_avg": torch.zeros(12, 8), "step": torch.tensor(0.0)}}, "param_groups": None}
+            "0": {
+                "state": {"up.weight": {"exp_avg": torch.zeros(12, 8), "step": torch.tensor(0.0)}},
+                "param_groups": None,
+            }
         },
         "extra_state": {"rank_0": {"global_step": None, "train_dataloader": None}},
     }
@@ -201,12 +206,19 @@ def test_plain_values_of_every_kind_come_back_as_they_were(tmp_path: Path, per_r
         "numbers": [2**100, -(2**80), float("inf"), float("-inf"), float("nan"), -0.0, 1e-310, 1 + 2j],
         "text": ["", "päth\n", "\x00"],
         "bytes": b"\x00\xff",
-        "tensors": [torch.tensor([-0.0, float("nan")]), torch.ones(2, dtype=torch.bfloat16), torch.tensor(3), torch.empty(0)],
+        "tensors": [
+            torch.tensor([-0.0, float("nan")]),
+            torch.ones(2, dtype=torch.bfloat16),
+            torch.tensor(3),
+            torch.empty(0),
+        ],
         "dtype": torch.bfloat16,
         "nothing": None,
     }
     writer = DistributedCheckpointer(extra_state_per_rank=per_rank)
-    writer.save(str(tmp_path / "global_step_1"), {"model": {}, "extra_state": state}, global_step=1, save_async=save_async)
+    writer.save(
+        str(tmp_path / "global_step_1"), {"model": {}, "extra_state": state}, global_step=1, save_async=save_async
+    )
     writer.maybe_wait_for_async_save()
     extra = writer.load(str(tmp_path / "global_step_1"), {}, extra_state_skeleton=dict.fromkeys(state))
     assert same({name: extra[name] for name in state}, state)

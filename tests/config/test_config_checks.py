@@ -47,6 +47,8 @@ def empty(tmp_path: Path) -> Path:
         ("optimizer.muon_lr", "0", "-1"),
         ("optimizer.weight_decay", "0", "-0.1"),
         ("optimizer.eps", "1e-30", "0"),
+        ("data.token_noise", "0.5", "1"),
+        ("data.token_noise", "0", "-0.1"),
         ("optimizer.betas", "[0, 0.999]", "[0.9, 1.0]"),
         ("optimizer.betas", "[0.0, 0]", "[-0.1, 0.9]"),
         ("lr_scheduler.warmup_steps", "0", "-1"),

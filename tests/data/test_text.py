@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -110,9 +112,12 @@ def test_default_corpus_is_the_standard_library_the_same_in_every_process() -> N
     assert other.stdout.strip() == dataset.fingerprint
 
 
-def test_whole_default_corpus_is_large_and_leaves_out_added_packages() -> None:
+def test_whole_default_corpus_is_large_and_leaves_out_what_differs_between_machines() -> None:
     dataset = build_text_dataset(DataConfig(seq_length=1024))
     assert 5_000 < len(dataset) < 30_000
+    text = bytes(token if token < 256 else 0 for token in _tokens(dataset))
+    assert b"class OrderedDict" in text
+    assert b"build_time_vars = {" not in text  # the generated module, with this machine's paths
 
 
 def test_text_that_is_not_there_is_named_before_anything_is_read(tmp_path: Path) -> None:
@@ -170,3 +175,24 @@ def test_a_tokenizer_that_is_no_folder_is_refused_and_not_looked_for_elsewhere(t
 def test_a_folder_without_a_tokenizer_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"tokenizer can't be read.*{tmp_path.name}"):
         _dataset(_write(tmp_path / "a.txt", "abcdef"), tokenizer=str(tmp_path))
+
+
+def test_noise_replaces_inputs_from_the_global_streams_and_leaves_labels_clean() -> None:
+    tokens = np.full(1000, 7, dtype=np.uint16)
+    dataset = TextDataset(tokens, seq_length=1000, vocab_size=264, noise=0.25)
+    random.seed(5)
+    np.random.seed(6)
+    sample = dataset[0]
+    # What the same streams give, drawn here by hand.
+    replaced = np.random.RandomState(6).random_sample(1000) < 0.25
+    byte = random.Random(5).randrange(256)
+    assert sample["labels"].tolist() == [7] * 1000
+    assert sample["input_ids"].tolist() == [byte if hit else 7 for hit in replaced]
+    assert dataset[0]["input_ids"].tolist() != sample["input_ids"].tolist()
+
+
+def test_without_noise_nothing_is_drawn() -> None:
+    dataset = TextDataset(np.arange(64, dtype=np.uint16), seq_length=32, vocab_size=264)
+    before = (random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tobytes())
+    assert torch.equal(dataset[1]["input_ids"], dataset[1]["labels"])
+    assert before == (random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tobytes())

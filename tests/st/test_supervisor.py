@@ -61,7 +61,9 @@ def test_a_rank_that_dies_early_fails_the_leg_with_the_last_lines_of_its_log(tmp
     with pytest.raises(LegError) as caught:
         run_stand_in(tmp_path, "interrupted", "--defect=dies-early", fault=fault_after_step(13))
     assert str(caught.value) == "leg interrupted: failed: torchrun ended with exit code 1"
+    assert "rank 3 meets its end" in caught.value.log_tail
     assert "exitcode  : 7" in caught.value.log_tail
+    assert "launch_agent" not in caught.value.log_tail
     assert caught.value.record.last_steps == (5, 5, 5, 4)
     assert caught.value.record.fault is None
     assert processes_naming(tmp_path) == []

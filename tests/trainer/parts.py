@@ -257,15 +257,24 @@ class StoppedOnPurpose(Exception):
     """What a callback raises to break training off."""
 
 
+def at_step(step: int, action: Callable[[Any], None]) -> MakeCallback:
+    """A callback that calls ``action(trainer)`` after ``step``, before that step is saved."""
+
+    class AtStep(Callback):
+        def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+            if self.trainer.state.global_step == step:
+                action(self.trainer)
+
+    return AtStep
+
+
 def stop_after(step: int) -> MakeCallback:
     """A callback that breaks training off after ``step``, before that step is saved."""
 
-    class Stop(Callback):
-        def on_step_end(self, state: Any = None, **kwargs: Any) -> None:
-            if self.trainer.state.global_step == step:
-                raise StoppedOnPurpose
+    def stop(trainer: Any) -> None:
+        raise StoppedOnPurpose
 
-    return Stop
+    return at_step(step, stop)
 
 
 # ---- what is on disk

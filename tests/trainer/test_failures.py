@@ -5,33 +5,48 @@ from __future__ import annotations
 import logging
 import resource
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hyper_resume.checkpoint.dcp import DistributedCheckpointer
+from hyper_resume.config import RunConfig
 from hyper_resume.errors import CheckpointSaveError, ConfigError, TrainingIncompleteError
 from hyper_resume.trainer.base import BaseTrainer
 from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback
-from tests.trainer.parts import Ids, StoppedOnPurpose, make_trainer, run_config, saved_steps, stop_after, train
+from tests.trainer.parts import (
+    Ids,
+    MakeCallback,
+    StoppedOnPurpose,
+    at_step,
+    make_trainer,
+    run_config,
+    saved_steps,
+    stop_after,
+    train,
+)
 
-# Above everything that a training writes beside the shards of a wide net.
+# Above everything that a training writes beside the shards of a wide net, and far below those.
 FILE_SIZE_LIMIT_BYTES = 64 * 1024
 WIDE = 192
 
 
-@contextmanager
-def no_large_files() -> Iterator[None]:
-    """Let every write past the limit fail in this process, as on a full disk, in threads too."""
+@pytest.fixture
+def refuse_large_files() -> Iterator[Callable[[Any], None]]:
+    """From its call to the end of the test, every write past the limit fails in this process, as on a full disk.
+
+    What is in flight at the call is let through.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE_LIMIT_BYTES, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def refuse(trainer: Any) -> None:
+        _checkpointer_callback(trainer).wait_for_pending_save()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE_LIMIT_BYTES, hard))
+
+    yield refuse
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def _leftovers(checkpoint_dir: Path) -> list[str]:
@@ -42,49 +57,39 @@ def _pointer(checkpoint_dir: Path) -> str:
     return (checkpoint_dir / "latest_checkpoint_iteration.txt").read_text().strip()
 
 
-class LimitFrom(Callback):
-    """From the given step on no large file can be written; told as a callback, so before that step's save."""
-
-    step = 0
-
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(trainer)
-        self._context = no_large_files()
-
-    def on_step_end(self, state: Any = None, **kwargs: Any) -> None:
-        if self.trainer.state.global_step == self.step:
-            self._context.__enter__()
-
-    def on_exception(self, state: Any = None, **kwargs: Any) -> None:
-        self._context.__exit__(None, None, None)
-
-
-class LimitFromStep4(LimitFrom):
-    step = 4
-
-
 # ---- saves that fail
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("max_steps", [4, 7], ids=["at-the-end", "in-mid-training"])
 def test_a_failing_save_ends_training_with_an_error_and_keeps_the_older_checkpoint(
-    tmp_path: Path, is_async: bool, max_steps: int
+    tmp_path: Path, is_async: bool, max_steps: int, refuse_large_files: Callable[[Any], None]
 ) -> None:
     config = run_config(tmp_path, training={"max_steps": max_steps}, save_steps=2, is_async=is_async)
-    trainer = make_trainer(config, width=WIDE, callbacks=[LimitFromStep4])
-    with pytest.raises(CheckpointSaveError, match="File too large") as caught:
+    trainer = make_trainer(config, width=WIDE, callbacks=[at_step(4, refuse_large_files)])
+    with pytest.raises(CheckpointSaveError, match="the checkpoint was not saved") as caught:
         trainer.train()
     assert "global_step_4" in str(caught.value)
-    assert trainer.state.global_step in ({4} if not is_async or max_steps == 4 else {4, 5, 6})
+    # An asynchronous failure is raised by the next save at the latest.
+    assert trainer.state.global_step == (min(6, max_steps) if is_async else 4)
     assert saved_steps(tmp_path) == [2]
     assert _pointer(tmp_path) == "2"
     assert _leftovers(tmp_path) == []
 
-    resumed = make_trainer(run_config(tmp_path, training={"max_steps": 5}, restore_from="LATEST"), width=WIDE)
-    resumed.train()
-    assert resumed.start_step == 2
-    assert saved_steps(tmp_path) == [2, 5]
+
+def test_a_save_that_fails_while_training_is_broken_off_is_logged_and_the_first_error_is_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, refuse_large_files: Callable[[Any], None]
+) -> None:
+    config = run_config(tmp_path, save_steps=4, is_async=True)
+    trainer = make_trainer(config, width=WIDE, callbacks=[at_step(4, refuse_large_files), stop_after(5)])
+    with pytest.raises(StoppedOnPurpose):
+        trainer.train()
+    assert "the save in flight failed while training was broken off" in caplog.messages
+    assert saved_steps(tmp_path) == []
+    assert _leftovers(tmp_path) == []
+
+
+# ---- saves in flight
 
 
 class Gated(DistributedCheckpointer):
@@ -94,93 +99,57 @@ class Gated(DistributedCheckpointer):
         super().__init__()
         self.gate = threading.Event()
 
-    def _finalize_checkpoint(self, *args: Any) -> None:
+    def _finalize_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         assert self.gate.wait(timeout=60)
-        super()._finalize_checkpoint(*args)
+        super()._finalize_checkpoint(*args, **kwargs)
 
 
-def _gate(trainer: BaseTrainer) -> Gated:
-    checkpointer = Gated()
-    callback = next(callback for callback in trainer.callbacks if isinstance(callback, CheckpointerCallback))
-    callback.checkpointer = checkpointer
-    return checkpointer
+def _gated_trainer(config: RunConfig, *callbacks: MakeCallback) -> BaseTrainer:
+    trainer = make_trainer(config, callbacks=callbacks)
+    _checkpointer_callback(trainer).checkpointer = Gated()
+    return trainer
 
 
-class OpenAndRaise(Callback):
-    """Sees that the save of step 2 is still in flight, lets it go on, and breaks training off."""
+def _checkpointer_callback(trainer: BaseTrainer) -> CheckpointerCallback:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, CheckpointerCallback))
 
-    def on_step_end(self, state: Any = None, **kwargs: Any) -> None:
-        if self.trainer.state.global_step == 3:
-            assert saved_steps(Path(self.trainer.config.checkpoint.checkpoint_dir)) == []
-            self.trainer.gated.gate.set()
-            raise StoppedOnPurpose
 
+def _open_gate(trainer: BaseTrainer) -> None:
+    checkpointer = _checkpointer_callback(trainer).checkpointer
+    assert isinstance(checkpointer, Gated)
+    assert saved_steps(Path(trainer.config.checkpoint.checkpoint_dir)) == [], "nothing is in flight any more"
+    checkpointer.gate.set()
+
+
+class FailsWhenTold(Callback):
     def on_exception(self, state: Any = None, **kwargs: Any) -> None:
-        raise ValueError("a callback that fails while it is told of the error")
+        raise ValueError("wrong while it is told of the error")
 
 
 def test_a_save_in_flight_is_finished_when_the_loop_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer: Any = make_trainer(run_config(tmp_path, save_steps=2, is_async=True), callbacks=[OpenAndRaise])
-    trainer.gated = _gate(trainer)
+    config = run_config(tmp_path, save_steps=2, is_async=True)
+    trainer = _gated_trainer(config, at_step(3, _open_gate), stop_after(3), FailsWhenTold)
     with pytest.raises(StoppedOnPurpose):
         trainer.train()
     assert saved_steps(tmp_path) == [2]
     assert _pointer(tmp_path) == "2"
     assert _leftovers(tmp_path) == []
-    assert "OpenAndRaise failed while training was broken off" in caplog.text
+    assert "FailsWhenTold failed while training was broken off" in caplog.messages
 
 
-def test_a_save_that_fails_while_training_is_broken_off_is_logged_and_the_first_error_is_raised(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = run_config(tmp_path, save_steps=4, is_async=True)
-    trainer = make_trainer(config, width=WIDE, callbacks=[stop_after(5), LimitFromStep4])
-    # The stop at step 5 comes before the limit is lifted, and nothing waited for the save of step 4 until then.
-    limit = trainer.callbacks.pop(2)
-    trainer.callbacks.append(limit)
-    trainer.callbacks.remove(limit)
-    trainer.callbacks.insert(0, limit)
-    lift, limit.on_exception = limit.on_exception, lambda state=None, **kwargs: None  # type: ignore[method-assign]
-    try:
-        with pytest.raises(StoppedOnPurpose):
-            trainer.train()
-    finally:
-        lift()
-    assert "the save in flight failed while training was broken off" in caplog.text
-    assert "File too large" in caplog.text
-    assert saved_steps(tmp_path) == []
-
-
-def test_training_goes_on_while_a_save_is_in_flight_and_the_next_save_waits_for_it(tmp_path: Path) -> None:
-    class OpenAtStep4(Callback):
-        def on_step_end(self, state: Any = None, **kwargs: Any) -> None:
-            if self.trainer.state.global_step == 4:
-                assert saved_steps(tmp_path) == []
-                self.trainer.gated.gate.set()
-
-    class SeesStep2(DistributedCheckpointer):
-        """At the moment of a new save the one before must be published."""
-
-    trainer: Any = make_trainer(
-        run_config(tmp_path, training={"max_steps": 4}, save_steps=2, is_async=True), callbacks=[OpenAtStep4]
-    )
-    trainer.gated = _gate(trainer)
-    trainer.train()
+def test_training_goes_on_during_a_save_and_the_next_save_waits_for_it(tmp_path: Path) -> None:
+    config = run_config(tmp_path, training={"max_steps": 4}, save_steps=2, is_async=True)
+    _gated_trainer(config, at_step(4, _open_gate)).train()
     assert saved_steps(tmp_path) == [2, 4]
     assert _pointer(tmp_path) == "4"
 
 
 def test_an_async_save_holds_the_state_of_its_own_step_whatever_is_trained_meanwhile(tmp_path: Path) -> None:
-    class OpenAtStep6(Callback):
-        def on_step_end(self, state: Any = None, **kwargs: Any) -> None:
-            if self.trainer.state.global_step == 6:
-                self.trainer.gated.gate.set()
-
     straight = train(run_config(tmp_path / "none", save_ckpt=False))
-    config = run_config(tmp_path, training={"max_steps": 6}, save_steps=3, is_async=True, lr_scheduler={"decay_steps": 7})
-    trainer: Any = make_trainer(config, callbacks=[OpenAtStep6])
-    trainer.gated = _gate(trainer)
-    trainer.train()
+    config = run_config(
+        tmp_path, training={"max_steps": 6}, save_steps=3, is_async=True, lr_scheduler={"decay_steps": 7}
+    )
+    _gated_trainer(config, at_step(6, _open_gate)).train()
     resumed = train(run_config(tmp_path, save_ckpt=False, restore_from=str(tmp_path / "global_step_3")))
     assert resumed == straight[3:]
 

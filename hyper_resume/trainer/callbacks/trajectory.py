@@ -25,19 +25,11 @@ class TrajectoryCallback(Callback):
     """
 
     def __init__(self, trainer: Any, *, directory: str, digests: bool) -> None:
-        """Open nothing yet: the file is made by the first record."""
+        """Open nothing yet: directory and file are made by the first record, so a run that can't start leaves neither."""
         super().__init__(trainer)
+        self._prepared = False
         self._path = Path(directory) / f"trajectory_rank_{collective.rank()}.jsonl"
         self._digests = digests
-
-    def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Make the directory, and drop a line that an earlier process was killed in the middle of."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            content = self._path.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if whole != len(content):
-                os.truncate(self._path, whole)
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Append the finished step's record with one write."""
@@ -55,8 +47,20 @@ class TrajectoryCallback(Callback):
         }
         if self._digests:
             record["digests"] = self._digest()
+        if not self._prepared:
+            self._prepare()
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+    def _prepare(self) -> None:
+        """Make the directory, and drop a line that an earlier process was killed in the middle of."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            content = self._path.read_bytes()
+            whole = content.rfind(b"\n") + 1
+            if whole != len(content):
+                os.truncate(self._path, whole)
+        self._prepared = True
 
     def _digest(self) -> dict[str, Any]:
         trainer = self.trainer

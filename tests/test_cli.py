@@ -1,0 +1,325 @@
+"""The command line: what it prints, how it exits, and how soon a mistake is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyper_resume import cli
+from tests.trainer.duck import make_duck, train_duck
+from tests.trainer.parts import disk_listing, saved_steps
+
+pytestmark = pytest.mark.xdist_group("cli")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# A mistake in the configuration must not wait for torch to be imported, which takes a second or two; twenty times as
+# much as it takes on an idle machine.
+QUICKLY_SECONDS = 10.0
+
+TRAIN = """\
+model: {preset: tiny-llama}
+data: {paths: [text.txt], seq_length: 16}
+accelerator: {device: cpu}
+training: {max_steps: 2, progress_bar: false}
+"""
+
+
+def _folder(tmp_path: Path, text: str = TRAIN) -> Path:
+    (tmp_path / "train.yaml").write_text(text)
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of a short text\n" for i in range(20)))
+    return tmp_path
+
+
+def _start(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command in ``folder``, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "hyper_resume.cli", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        **options,
+    )
+
+
+# ---- train: mistakes
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "expected"),
+    [
+        (TRAIN + "checkpoint: {save_stps: 3}\n", [], ["train.yaml:5", "checkpoint.save_stps", "save_steps"]),
+        (TRAIN + "chekpoint: {}\n", [], ["train.yaml:5", "chekpoint", "checkpoint"]),
+        (TRAIN + "checkpoint:\n  save_steps: often\n", [], ["train.yaml:6", "checkpoint.save_steps", "often"]),
+        (TRAIN, ["--checkpoint.save_step=3"], ["--checkpoint.save_step", "save_steps"]),
+        (TRAIN, ["--checkpoint.save_steps=x"], ["--checkpoint.save_steps", "x"]),
+        (TRAIN, ["--trainng.max_steps=3"], ["trainng", "training"]),
+        (TRAIN, ["-checkpoint.save_steps=3"], ["-checkpoint.save_steps=3"]),
+        (TRAIN, ["--json"], ["--json"]),
+        (TRAIN, ["more.yaml"], ["more.yaml"]),
+    ],
+)
+def test_a_wrong_configuration_exits_with_2_and_names_place_and_field(
+    tmp_path: Path, text: str, arguments: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _folder(tmp_path, text)
+    listing = disk_listing(folder)
+    assert cli.main(["train", str(folder / "train.yaml"), *arguments]) == cli.EXIT_USAGE
+    output = capsys.readouterr()
+    for part in expected:
+        assert part in output.err
+    assert output.err.startswith("hyper-resume: error: ")
+    assert output.out == ""
+    assert disk_listing(folder) == listing
+
+
+@pytest.mark.parametrize("arguments", [["--checkpoint.save_step=3"], ["--checkpoint.save_steps=x", "--no.such=1"]])
+def test_a_wrong_option_is_told_within_seconds_without_a_traceback(tmp_path: Path, arguments: list[str]) -> None:
+    folder = _folder(tmp_path)
+    listing = disk_listing(folder)
+    started = time.monotonic()
+    ended = _start(folder, "train", "train.yaml", *arguments)
+    assert time.monotonic() - started < QUICKLY_SECONDS
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    for argument in arguments:
+        assert argument.split("=")[0] in ended.stderr
+    assert disk_listing(folder) == listing
+
+
+def test_a_missing_configuration_file_exits_with_2_and_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", str(tmp_path / "absent.yaml")]) == cli.EXIT_USAGE
+    assert str(tmp_path / "absent.yaml") in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["train"], ["inspect"], ["prune", "x"], ["inspect", "a", "b"], ["inspect", "a", "--jso"]]
+)
+def test_a_wrong_command_line_exits_with_2_and_shows_the_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == cli.EXIT_USAGE
+    assert "usage: hyper-resume" in capsys.readouterr().err
+
+
+def test_a_path_to_restore_that_does_not_exist_exits_with_1_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _folder(tmp_path)
+    monkeypatch.chdir(folder)
+    listing = disk_listing(folder)
+    arguments = ["--checkpoint.restore_from=gone/global_step_3", "--trajectory.dir=trajectory"]
+    assert cli.main(["train", "train.yaml", *arguments]) == cli.EXIT_ERROR
+    lines = capsys.readouterr().err.splitlines()
+    (error,) = [line for line in lines if line.startswith("hyper-resume: error: ")]
+    assert "gone/global_step_3" in error
+    assert disk_listing(folder) == listing
+
+
+# ---- train: runs
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Two steps trained by the command in a process of its own."""
+    folder = _folder(tmp_path_factory.mktemp("trained"))
+    return folder, _start(folder, "train", "train.yaml", "--trajectory.dir=trajectory")
+
+
+def test_train_exits_with_0_and_leaves_checkpoint_and_records(
+    trained: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, ended = trained
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert "Rank0 Start training. Start step: 0. Train steps: 2. Start epoch: 0. Train epochs: 1." in ended.stderr
+    assert saved_steps(folder / "checkpoints") == [2]
+    lines = (folder / "trajectory" / "trajectory_rank_0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["global_step"] for line in lines] == [1, 2]
+
+
+def test_resuming_a_finished_run_exits_with_0_and_writes_nothing(
+    trained: tuple[Path, subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = trained
+    monkeypatch.chdir(folder)
+    listing = disk_listing(folder)
+    assert cli.main(["train", "train.yaml", "--checkpoint.restore_from=LATEST", "--trajectory.dir=trajectory"]) == 0
+    assert disk_listing(folder) == listing
+
+
+def test_a_background_save_that_fails_makes_the_command_exit_with_1(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+
+    def allow_small_files_only() -> None:
+        # Like a full disk: the shards of this model are some 600 kB.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, 64 * 1024))
+
+    ended = _start(
+        folder,
+        "train",
+        "train.yaml",
+        "--checkpoint.is_async=true",
+        "--checkpoint.save_steps=2",
+        preexec_fn=allow_small_files_only,
+    )
+    assert ended.returncode == 1
+    (error,) = [line for line in ended.stderr.splitlines() if line.startswith("hyper-resume: error: ")]
+    assert "the checkpoint was not saved" in error
+    assert saved_steps(folder / "checkpoints") == []
+
+
+def test_data_that_ends_early_makes_the_command_exit_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(_folder(tmp_path))
+    arguments = ["--training.max_steps=5", "--data.max_samples=4", "--checkpoint.save_ckpt=false"]
+    assert cli.main(["train", "train.yaml", *arguments]) == cli.EXIT_ERROR
+    assert "found: 2 steps after 1 epochs" in capsys.readouterr().err
+
+
+# ---- inspect
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Step 7 in both layouts, and without training state and optimizer."""
+    folder = tmp_path_factory.mktemp("inspect")
+    layouts: dict[str, dict[str, Any]] = {
+        "per_rank": {},
+        "embedded": {"save_extra_state_per_rank": False},
+        "weights": {"save_optimizer": False, "save_train_state": False},
+        "two": {"optimizers": 2},
+    }
+    for name, options in layouts.items():
+        train_duck(make_duck(folder / name, save_epochs=0, **options), until_step=7)
+    return folder
+
+
+def _inspect(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert cli.main(["inspect", str(path), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["per_rank", "embedded"])
+def test_inspect_tells_counters_buckets_and_streams_in_either_layout(
+    checkpoints: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _inspect(checkpoints / layout / "global_step_7", capsys)
+    assert (found["step"], found["layout"]) == (7, layout)
+    (rank,) = found["ranks"]
+    assert (rank["rank"], rank["world_size"], rank["global_step"], rank["epoch"]) == (0, 1, 7, 1)
+    assert {"lr_scheduler", "train_dataloader", "rng_state", "stateful"} <= set(rank["buckets"])
+    assert rank["rng_streams"] == ["torch_cpu", "python", "numpy"]
+    # The net: embedding 64 x 8, linear 8 x 8 + 8, norm 8 + 8, head 8 + 1, all float32.
+    numbers = 64 * 8 + 8 * 8 + 8 + 8 + 8 + 8 + 1
+    assert found["buckets"] == [
+        {"name": "model", "tensors": 7, "others": 0, "size_bytes": 4 * numbers, "dtypes": ["float32"]},
+        {
+            "name": "optimizer.0",
+            "tensors": 21,
+            "others": 1,  # the groups' options
+            "size_bytes": 4 * (2 * numbers + 7),
+            "dtypes": ["float32"],
+        },
+    ]
+
+
+def test_inspect_tells_two_optimizers_apart(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = _inspect(checkpoints / "two" / "global_step_7", capsys)
+    assert [(bucket["name"], bucket["tensors"]) for bucket in found["buckets"]] == [
+        ("model", 7),
+        ("optimizer.0", 6),
+        ("optimizer.1", 15),
+    ]
+
+
+def test_inspect_of_weights_only_says_that_there_is_no_training_state(
+    checkpoints: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _inspect(checkpoints / "weights" / "global_step_7", capsys)
+    assert ([bucket["name"] for bucket in found["buckets"]], found["layout"], found["ranks"]) == (["model"], "none", [])
+    assert cli.main(["inspect", str(checkpoints / "weights" / "global_step_7")]) == 0
+    assert "training state: none" in capsys.readouterr().out
+
+
+def test_inspect_prints_a_table_that_names_every_bucket_and_rank(
+    checkpoints: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["inspect", str(checkpoints / "per_rank" / "global_step_7")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    directory = checkpoints / "per_rank" / "global_step_7"
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    assert lines[0] == f"{directory}: step 7, {len(files)} files, {size:,} bytes on disk"
+    assert [line.split()[:2] for line in lines if line.startswith(("model", "optimizer"))] == [
+        ["model", "7"],
+        ["optimizer.0", "21"],
+    ]
+    (rank,) = [line for line in lines if "rank 0 of 1" in line]
+    assert "global_step=7, epoch=1" in rank
+    assert rank.endswith("random streams: torch_cpu, python, numpy")
+
+
+def test_inspect_changes_nothing_on_disk(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listing = disk_listing(checkpoints)
+    for name in ("per_rank", "embedded", "weights"):
+        _inspect(checkpoints / name / "global_step_7", capsys)
+    assert disk_listing(checkpoints) == listing
+
+
+def _without_metadata(folder: Path) -> Path:
+    train_duck(make_duck(folder), until_step=1)
+    (folder / "global_step_1" / ".metadata").unlink()
+    return folder / "global_step_1"
+
+
+def _with_garbage_metadata(folder: Path) -> Path:
+    train_duck(make_duck(folder), until_step=1)
+    (folder / "global_step_1" / ".metadata").write_bytes(b"no pickle")
+    return folder / "global_step_1"
+
+
+def _with_garbage_extra_state(folder: Path) -> Path:
+    train_duck(make_duck(folder), until_step=1)
+    (folder / "global_step_1" / "extra_state" / "extra_state_rank_0.pt").write_bytes(b"no archive")
+    return folder / "global_step_1"
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda folder: folder / "absent", "no such directory"),
+        (_without_metadata, "not a complete checkpoint"),
+        (_with_garbage_metadata, "metadata can't be read"),
+        (_with_garbage_extra_state, "extra_state file can't be read"),
+    ],
+    ids=["absent", "incomplete", "garbage-metadata", "garbage-extra-state"],
+)
+def test_inspect_of_something_that_is_no_checkpoint_exits_with_1_and_one_line(
+    tmp_path: Path, make: Any, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make(tmp_path / "checkpoints")
+    capsys.readouterr()
+    assert cli.main(["inspect", str(path)]) == cli.EXIT_ERROR
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert output.err.startswith("hyper-resume: error: ")
+    assert expected in output.err
+    assert str(path) in output.err

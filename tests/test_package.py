@@ -1,0 +1,94 @@
+"""The package as a user meets it: what importing costs, its version, and the README's examples."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+
+# Runs the text in argv[1] without interruption, then cut after step 33 and started again with other seeds, as a new process
+# has them, and prints the weights that each of the two ends with.
+STOP_AND_START_AGAIN = """
+import os, sys, torch
+from hyper_resume.trainer.callbacks import CheckpointerCallback
+
+block = sys.argv[1]
+
+def run(folder, seed, stop_at=None):
+    class Stopped(Exception): pass
+    original = CheckpointerCallback.on_step_end
+    def on_step_end(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if self.trainer.state.global_step == stop_at:
+            raise Stopped
+    CheckpointerCallback.on_step_end = on_step_end
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    torch.manual_seed(seed)
+    names = {}
+    try:
+        exec(block, names)
+    except Stopped:
+        return
+    finally:
+        os.chdir("..")
+        CheckpointerCallback.on_step_end = original
+    print([p.tolist() for p in names["model"].parameters()], names["trainer"].state.global_step)
+
+run("whole", 1)
+run("cut", 1, stop_at=33)
+run("cut", 2)
+"""
+
+
+def _python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("module", ["hyper_resume", "hyper_resume.config", "hyper_resume.errors", "hyper_resume.cli"])
+def test_importing_this_module_does_not_import_torch(tmp_path: Path, module: str) -> None:
+    ended = _python(
+        tmp_path, "-c", f"import sys, {module}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    )
+    assert (ended.stdout.strip(), ended.stderr) == ("[]", "")
+
+
+def test_the_version_is_that_of_pyproject() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert import_module("hyper_resume").__version__ == project["version"]
+
+
+def test_the_readme_has_a_python_example() -> None:
+    assert BLOCKS
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_a_python_example_of_the_readme_runs_as_it_stands(tmp_path: Path, block: str) -> None:
+    ended = _python(tmp_path, "-W", "error::SyntaxWarning", "-c", block)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_readmes_trainer_stopped_anywhere_ends_with_the_weights_of_the_uninterrupted_one(tmp_path: Path) -> None:
+    (block,) = [block for block in BLOCKS if "CheckpointerCallback" in block]
+    ended = _python(tmp_path, "-c", STOP_AND_START_AGAIN, block)
+    assert ended.returncode == 0, ended.stderr
+    whole, cut = ended.stdout.splitlines()
+    assert whole == cut
+    assert (tmp_path / "cut" / "checkpoints" / "global_step_30").is_dir()
