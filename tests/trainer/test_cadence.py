@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hyper_resume.checkpoint.dcp import DistributedCheckpointer
+from hyper_resume.config import CheckpointingConfig
 from hyper_resume.trainer.base import BaseTrainer
 from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback
 from tests.trainer.parts import Ids, disk_listing, make_trainer, run_config, saved_steps, train
@@ -166,6 +167,17 @@ def test_going_back_to_an_older_step_writes_the_later_ones_anew_and_moves_the_po
     assert {name for name in changed if name.startswith("global_step")} == {"global_step_4"}
     assert (tmp_path / "latest_checkpoint_iteration.txt").read_text().strip() == "4"
     assert saved_steps(tmp_path) == [2, 4, 6]
+
+
+def test_without_a_checkpoint_block_every_epoch_is_saved_under_checkpoints_and_nothing_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = run_config(tmp_path, training={"num_train_epochs": 2})
+    config = dataclasses.replace(config, checkpoint=CheckpointingConfig())
+    first = train(config)
+    assert saved_steps(tmp_path / "checkpoints") == [7, 14]
+    assert train(config) == first
 
 
 # ---- save_ckpt x restore_from

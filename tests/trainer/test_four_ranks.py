@@ -140,8 +140,10 @@ def test_ranks_have_streams_and_samples_of_their_own_where_they_should(legs: Leg
     assert last[0]["sample_ids"] == last[1]["sample_ids"]
     assert last[2]["sample_ids"] == last[3]["sample_ids"]
     assert set(last[0]["sample_ids"]).isdisjoint(last[2]["sample_ids"])
-    assert len({record["digests"]["rng"]["python"] for record in last}) == RANKS
-    assert len({record["digests"]["rng"]["torch_cpu"] for record in last}) == 2
+    # Ranks that share a sample draw the same numbers for it; others draw their own.
+    for stream in ("python", "numpy", "torch_cpu"):
+        digests = [record["digests"]["rng"][stream] for record in last]
+        assert digests[0] == digests[1] != digests[2] == digests[3]
     assert len({record["loss"] for record in last}) == 1
 
 

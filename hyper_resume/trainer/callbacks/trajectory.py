@@ -68,6 +68,12 @@ class TrajectoryCallback(Callback):
         streams = collect_rng(trainer.device.type)
         return {
             "model": digest_state(collect_model(trainer.model)),
-            "optimizer": digest_state(optimizers),
+            "optimizer": digest_state({index: _without_lr(part) for index, part in optimizers.items()}),
             "rng": {name: None if value is None else digest_state(value) for name, value in streams.items()},
         }
+
+
+def _without_lr(part: dict[str, Any]) -> dict[str, Any]:
+    """Leave each group's lr out: it is the scheduler's, stands in its own column, and would put the blame elsewhere."""
+    groups = [{key: value for key, value in group.items() if key != "lr"} for group in part["param_groups"]]
+    return {**part, "param_groups": groups}
