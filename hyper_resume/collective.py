@@ -145,3 +145,16 @@ def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None
             failure = error
     raise_common(failure, group)
     return broadcast(result, group)  # type: ignore[return-value]  # rank 0 had no failure, so its result is a T
+
+
+def new_cpu_group() -> dist.ProcessGroup | None:
+    """Make a gloo group of all ranks with the default group's time limit; None without a process group.
+
+    Left to itself ``new_group`` takes gloo's own 30 minutes, however short the limit that the job was started with.
+    """
+    if not is_distributed():
+        return None
+    world = dist.group.WORLD
+    assert world is not None  # is_distributed
+    backend = world._get_backend(next(iter(world._device_types)))
+    return dist.new_group(backend="gloo", timeout=backend.options._timeout)

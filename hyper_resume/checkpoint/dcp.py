@@ -279,8 +279,8 @@ class DistributedCheckpointer(CheckpointerBase):
     # ---- both -------------------------------------------------------------------------------------------------------
 
     def _group(self) -> dist.ProcessGroup | None:
-        if self._own_group is None and collective.is_distributed():
-            self._own_group = dist.new_group(backend="gloo")
+        if self._own_group is None:
+            self._own_group = collective.new_cpu_group()
         return self._own_group
 
     def _distribution(self) -> dict[str, Any]:
