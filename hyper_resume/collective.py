@@ -157,4 +157,5 @@ def new_cpu_group() -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     assert world is not None  # is_distributed
     backend = world._get_backend(next(iter(world._device_types)))
-    return dist.new_group(backend="gloo", timeout=backend.options._timeout)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=backend.options._timeout)
+    return group
