@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,15 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Digests:
-    """Digests of one rank's state after a step, as hex text. A stream the device lacks is None."""
+    """Digests of one rank's state after a step, as hex text. A stream the device lacks is None.
+
+    ``extras`` is by name, for whatever else the trainer holds that has a state; most trainers have none.
+    """
 
     model: str
     optimizer: str
     rng: Mapping[str, str | None]
+    extras: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +219,8 @@ def _id(value: Any) -> int:
 
 
 def _digests(data: Any) -> Digests:
-    if not isinstance(data, dict) or set(data) != {"model", "optimizer", "rng"} or not isinstance(data["rng"], dict):
+    known = {"model", "optimizer", "rng"}
+    if not isinstance(data, dict) or set(data) - {"extras"} != known or not isinstance(data["rng"], dict):
         raise TypeError(f"digests must hold model, optimizer and rng, not {data!r}")
     for name, value in (("model", data["model"]), ("optimizer", data["optimizer"])):
         if not isinstance(value, str) or not value:
@@ -223,4 +228,7 @@ def _digests(data: Any) -> Digests:
     for name, value in data["rng"].items():
         if value is not None and (not isinstance(value, str) or not value):
             raise TypeError(f"digests.rng.{name} must be hex text or null, not {value!r}")
-    return Digests(model=data["model"], optimizer=data["optimizer"], rng=dict(data["rng"]))
+    extras = data.get("extras", {})
+    if not isinstance(extras, dict) or not all(isinstance(value, str) and value for value in extras.values()):
+        raise TypeError(f"digests.extras must hold hex text by name, not {extras!r}")
+    return Digests(model=data["model"], optimizer=data["optimizer"], rng=dict(data["rng"]), extras=extras)

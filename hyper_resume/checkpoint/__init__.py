@@ -1,5 +1,7 @@
 """Storage: how a payload becomes a durable directory, and comes back. Knows no trainer."""
 
+import warnings
+
 from hyper_resume.checkpoint.base import (
     CHECKPOINTER_REGISTRY,
     CheckpointerBase,
@@ -15,3 +17,8 @@ __all__ = [
     "DistributedCheckpointer",
     "build_checkpointer",
 ]
+
+# DCP says so at every call of a single process; here that is meant.
+warnings.filterwarnings(
+    "ignore", message=r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent"
+)

@@ -149,7 +149,7 @@ def sweep_staging(checkpoint_dir: Path) -> None:
 
 
 def discard(staging: Path) -> None:
-    """Delete the staging directory of a save that failed."""
+    """Delete what a save that has ended left under ``.staging``."""
     _remove(staging)
     _in_progress.discard(staging.absolute())
 
@@ -183,14 +183,22 @@ def commit(staging: Path, target: Path) -> None:
 
 
 def write_pointer(checkpoint_dir: Path, global_step: int) -> None:
-    """Replace the pointer atomically: write a temporary, fsync it, rename it over the old one, fsync the directory."""
-    pointer = checkpoint_dir / POINTER_NAME
-    temporary = pointer.with_name(f"{POINTER_NAME}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(f"{global_step}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(pointer)
+    """Replace the pointer atomically: write a temporary, fsync it, rename it over the old one, fsync the directory.
+
+    The temporary stands under ``.staging``, where the next run's sweep finds it if this process is killed.
+    """
+    staging = checkpoint_dir / STAGING_NAME
+    staging.mkdir(parents=True, exist_ok=True)
+    temporary = staging / f"{POINTER_NAME}.{uuid.uuid4().hex[:12]}"
+    _in_progress.add(temporary.absolute())
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(f"{global_step}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(checkpoint_dir / POINTER_NAME)
+    finally:
+        discard(temporary)
     _fsync_directory(checkpoint_dir)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from hyper_resume import collective
 from hyper_resume.config.schema import CheckpointingConfig
-from hyper_resume.errors import CheckpointMismatchError, describe
+from hyper_resume.errors import CheckpointMismatchError, UnsupportedError, describe
 from hyper_resume.optim.priming import initialize_optimizer_state
 from hyper_resume.state.dataloader import apply_dataloader, collect_dataloader
 from hyper_resume.state.model import apply_model, collect_model
@@ -140,10 +140,18 @@ def _find_stateful(trainer: Any) -> dict[str, Any]:
         trainer.train_dataloader,
         getattr(trainer, "data_iterator", None),
         *_as_list(trainer.optimizer),
-        *flatten_optimizers(trainer.optimizer),
+        *_reachable_optimizers(trainer.optimizer),
         *_as_list(trainer.lr_scheduler),
     ]
     return find_stateful(trainer, getattr(trainer, "callbacks", ()), known)
+
+
+def _reachable_optimizers(optimizer: Any) -> list[Any]:
+    """The plain optimizers behind ``optimizer``; none behind an unknown wrapper, which may be there when it isn't saved."""
+    try:
+        return flatten_optimizers(optimizer)
+    except UnsupportedError:
+        return []
 
 
 def _device_type(trainer: Any) -> str:

@@ -35,7 +35,8 @@ class Tiny(nn.Module):
         self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0]))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(self.embed(tokens))))
+        result: torch.Tensor = self.down(torch.relu(self.up(self.embed(tokens))))
+        return result
 
 
 def tiny(seed: int) -> Tiny:

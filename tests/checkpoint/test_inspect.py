@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.checkpoint.inspect import inspect_step_directory
@@ -64,7 +64,9 @@ def test_a_training_state_without_an_epoch_is_told_all_the_same(tmp_path: Path) 
 def test_a_stock_directory_can_be_inspected(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"model": {"w": torch.ones(2, dtype=torch.bfloat16)}, "n": 1}, checkpoint_id=tmp_path / "x", no_dist=True)
+        dcp_save(
+            {"model": {"w": torch.ones(2, dtype=torch.bfloat16)}, "n": 1}, checkpoint_id=tmp_path / "x", no_dist=True
+        )
     found = inspect_step_directory(tmp_path / "x")
     assert found.step is None
     assert [(bucket.name, bucket.size_bytes, bucket.dtypes) for bucket in found.buckets] == [

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.errors import CheckpointMismatchError
@@ -33,7 +34,7 @@ def test_an_optimizer_key_that_the_checkpoint_lacks_keeps_what_is_there(tmp_path
     save(
         tmp_path / "global_step_1", {"model": {"w": torch.ones(2)}, "optimizer": {"0": {"state": {"w": moments(5.0)}}}}
     )
-    live = {
+    live: dict[str, Any] = {
         "model": {"w": torch.zeros(2)},
         "optimizer": {"0": {"state": {"w": moments(0.0), "frozen": moments(7.0)}, "param_groups": ("mine",)}},
     }
@@ -118,11 +119,11 @@ def test_an_entry_of_the_payload_runs_no_code(tmp_path: Path) -> None:
     path = tmp_path / "global_step_1"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"model": {"w": torch.ones(1), "x": Bomb(tmp_path / "exploded")}}, checkpoint_id=path, no_dist=True)
+        dcp_save({"model": {"w": torch.ones(1), "x": Bomb(tmp_path / "exploded")}}, checkpoint_id=path, no_dist=True)
     with pytest.raises(CheckpointMismatchError, match="can't be read"):
         load(path, {"model": {"w": torch.zeros(1), "x": (None,)}})
     assert not (tmp_path / "exploded").exists()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load({"model": {"x": None}}, checkpoint_id=path, no_dist=True)
+        dcp_load({"model": {"x": None}}, checkpoint_id=path, no_dist=True)
     assert (tmp_path / "exploded").exists(), "the bomb must work, or the test proves nothing"

@@ -74,7 +74,8 @@ def test_the_directory_appears_whole_and_the_pointer_moves_after_it(tmp_path: Pa
     assert len(renames) == 2
     assert renames[0].endswith(" /global_step_3")
     assert "/.staging/global_step_3." in renames[0]
-    assert renames[1] == "os.rename /latest_checkpoint_iteration.txt.tmp /latest_checkpoint_iteration.txt"
+    assert renames[1].startswith("os.rename /.staging/latest_checkpoint_iteration.txt.")
+    assert renames[1].endswith(" /latest_checkpoint_iteration.txt")
     # Nothing is ever written under the final name.
     assert not [change for change in changes if change.startswith("open") and " /global_step_3" in change]
     assert changes.index(renames[0]) > max(i for i, change in enumerate(changes) if ".metadata" in change)
@@ -171,7 +172,14 @@ def test_a_save_of_two_ranks_killed_at_several_moments_leaves_a_whole_checkpoint
         root = tmp_path / f"{victim}-{fatal}"
         shutil.copytree(tmp_path / "saved", root)
         results = run_ranks(
-            _save_together_and_die, 2, str(root), victim, fatal, bool(number % 2), expect_errors=True, timeout_seconds=30
+            _save_together_and_die,
+            2,
+            str(root),
+            victim,
+            fatal,
+            bool(number % 2),
+            expect_errors=True,
+            timeout_seconds=30,
         )
         assert f"exit code -{int(signal.SIGKILL)}" in str(results[victim])
         assert isinstance(results[1 - victim], CheckpointSaveError), "the survivor hears of it"
@@ -268,7 +276,9 @@ def test_a_directory_of_another_name_is_saved_but_never_pointed_to(
     assert layout.find_latest(tmp_path) == tmp_path / "global_step_1"
 
 
-@pytest.mark.parametrize("obstacle", ["root is a file", "parent is a file", "staging is a file", "pointer temporary"])
+@pytest.mark.parametrize(
+    "obstacle", ["root is a file", "parent is a file", "staging is a file", "pointer is a directory"]
+)
 def test_a_root_that_cant_be_written_is_a_save_error_and_changes_nothing(tmp_path: Path, obstacle: str) -> None:
     save(tmp_path / "good", 1, 1.0)
     root = tmp_path / "good"
@@ -282,16 +292,17 @@ def test_a_root_that_cant_be_written_is_a_save_error_and_changes_nothing(tmp_pat
         (root / ".staging").rmdir()
         (root / ".staging").write_text("x")
     else:
-        (root / f"{layout.POINTER_NAME}.tmp").mkdir()
+        (root / layout.POINTER_NAME).unlink()
+        (root / layout.POINTER_NAME).mkdir()
     before = listing(tmp_path)
     with pytest.raises(CheckpointSaveError) as caught:
         save(root, 2, 2.0)
     assert str(root) in str(caught.value)
     after = listing(tmp_path)
-    if obstacle == "pointer temporary":
-        # The rename has happened by then, and the message says so.
-        assert "the checkpoint is complete" in str(caught.value)
-        assert layout.find_latest(root) == root / "global_step_1"
+    if obstacle == "pointer is a directory":
+        # The commit has happened by then, and the message says so.
+        assert "the checkpoint is complete, but the pointer could not be moved" in str(caught.value)
+        assert layout.find_latest(root) == root / "global_step_2"
         assert {name: kind for name, kind in after.items() if not name.startswith("good/global_step_2")} == before
     else:
         assert after == before

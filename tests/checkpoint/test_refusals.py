@@ -89,6 +89,16 @@ def rank_file(directory: Path, rank: int) -> Path:
     return directory / "extra_state" / f"extra_state_rank_{rank}.pt"
 
 
+def make_directory_of(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def make_file_of(directory: Path) -> None:
+    shutil.rmtree(directory)
+    directory.write_text("file")
+
+
 def rewrite(file: Path, **changes: Any) -> None:
     torch.save({**torch.load(file, weights_only=True), **changes}, file)
 
@@ -171,7 +181,7 @@ CASES: dict[str, tuple[str, Change, str, type[Exception], str, bool]] = {
     ),
     "file of rank 2 a directory": (
         "files",
-        lambda d: (rank_file(d, 2).unlink(), rank_file(d, 2).mkdir()),
+        lambda d: make_directory_of(rank_file(d, 2)),
         "",
         MISMATCH,
         "extra_state file can't be read",
@@ -229,7 +239,7 @@ CASES: dict[str, tuple[str, Change, str, type[Exception], str, bool]] = {
     "path missing": ("files", shutil.rmtree, "", NOT_FOUND, "no such directory", True),
     "path a file": (
         "files",
-        lambda d: (shutil.rmtree(d), d.write_text("file")),
+        make_file_of,
         "",
         NOT_FOUND,
         "not a complete checkpoint",

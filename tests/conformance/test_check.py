@@ -199,3 +199,17 @@ def test_a_stream_that_never_moves_is_named() -> None:
 
     reference = trajectory(range(1, 26), still)
     assert compare_trajectories(reference, reference, 11, 25).unmoved_streams == ("rng.numpy",)
+
+
+def test_a_stream_that_only_one_side_has_is_a_difference() -> None:
+    def more(record: dict[str, Any], rank: int, step: int) -> None:
+        record["digests"]["rng"]["extra"] = f"extra {step}"
+
+    richer = trajectory(range(1, 26), more)
+    for reference, resumed, values in (
+        (REFERENCE, richer, ("absent", "extra 11")),
+        (richer, REFERENCE, ("extra 11", "absent")),
+    ):
+        found = compare_trajectories(reference, resumed, 11, 25).divergence
+        assert found is not None
+        assert (found.column, found.reference, found.resumed) == ("rng.extra", *values)

@@ -99,6 +99,23 @@ def test_an_unknown_optimizer_wrapper_is_refused_when_the_callback_is_made(tmp_p
         CheckpointerCallback(trainer)
 
 
+def test_an_unknown_optimizer_wrapper_is_welcome_where_its_state_is_neither_saved_nor_restored(tmp_path: Path) -> None:
+    def make(**checkpoint: Any) -> Any:
+        trainer = make_duck(tmp_path, save_optimizer=False, restore_optimizer=False, **checkpoint)
+        trainer.optimizer = SimpleNamespace(step=trainer.optimizer.step, zero_grad=trainer.optimizer.zero_grad)
+        return trainer
+
+    saving = make()
+    callback = CheckpointerCallback(saving)
+    callback.on_train_begin()
+    saving.state.global_step = 3
+    callback.on_train_end()
+    assert {name.split(".")[0] for name in saved_entries(tmp_path / "global_step_3")} == {"model"}
+    resumed = make(restore_from="LATEST")
+    CheckpointerCallback(resumed).on_train_begin()
+    assert resumed.state.global_step == 3
+
+
 # ---- the six buckets, one by one
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.trainer.parts import (
     Ids,
@@ -119,6 +122,16 @@ def test_a_checkpoint_at_an_epochs_end_with_accumulation_that_does_not_divide_it
     assert saved_steps(tmp_path) == [3, 6, 9]
 
 
+def test_a_short_last_window_of_an_epoch_is_a_mean_like_any_other(tmp_path: Path) -> None:
+    def loss_of_one(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = 1 + 0 * model(ids).sum()
+        return loss
+
+    config = run_config(tmp_path, training={"gradient_accumulation_steps": 2}, save_ckpt=False)
+    records = train(config, dataset=Ids(SAMPLES), loss_function=loss_of_one)
+    assert [(len(record.sample_ids), record.loss) for record in records] == [(6, 1.0), (2, 1.0)]
+
+
 # ---- real interruptions
 
 
@@ -168,3 +181,12 @@ def test_a_run_ended_by_max_steps_goes_on_exactly_under_the_same_schedule(tmp_pa
     assert first == straight[:max_steps]
     second = train(run_config(tmp_path, training=training, restore_from="LATEST", **options), dataset=Ids(SAMPLES))
     assert second == straight[max_steps:]
+
+
+def test_a_broken_off_training_leaves_the_loader_behind_the_last_trained_batch_and_no_thread(tmp_path: Path) -> None:
+    data = {"use_background_prefetcher": True, "prefetch_batches": 3}
+    trainer = make_trainer(run_config(tmp_path, data=data, save_ckpt=False), callbacks=[stop_after(3)])
+    with pytest.raises(StoppedOnPurpose):
+        trainer.train()
+    assert trainer.train_dataloader.batches_consumed == 3
+    assert [thread.name for thread in threading.enumerate() if "prefetch" in thread.name] == []

@@ -1,0 +1,189 @@
+"""``python -m conformance list | run | recheck | sabotage``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from conformance.adapters import NAMES, build_adapter
+from conformance.case import CASES_FOLDER, Case, CaseError, load_cases, select
+from conformance.platforms import Platform, find_platform, load_platforms
+from conformance.recheck import recheck
+from conformance.record import RecordError
+from conformance.results import ResultRecord
+from conformance.sabotaging import SabotageEntry, judge_sabotage, lint_sabotages, load_sabotages, sabotage_table
+from conformance.serial import SerialError
+from conformance.session import GOOD, Session, Work
+
+_RESULTS = Path("results")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; 0 when all is well, 1 when something is red, 2 when the question itself is wrong."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(words)
+    try:
+        code: int = arguments.do(arguments, words)
+    except (CaseError, SerialError, RecordError, yaml.YAMLError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m conformance", description="the conformance matrix")
+    commands = parser.add_subparsers(required=True)
+    chosen = argparse.ArgumentParser(add_help=False)
+    chosen.add_argument(
+        "--case", action="append", default=[], metavar="ID", help="an id, a base id or a glob; repeatable"
+    )
+    chosen.add_argument("--platform", help="only what this platform requires")
+    chosen.add_argument("--cases", type=Path, default=CASES_FOLDER, metavar="DIR", help="folder of case files")
+    running = argparse.ArgumentParser(add_help=False)
+    running.add_argument("--results", type=Path, help="the run's folder; default results/conformance-TIME")
+    running.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    running.add_argument("--repeat", type=int, default=1, help="run each case so often")
+    running.add_argument("--keep", action="store_true", help="keep the checkpoints of cases that pass")
+    running.add_argument("--adapter", choices=sorted(NAMES), default="hyper_resume", help="the trainer")
+    listing = commands.add_parser("list", parents=[chosen], help="ids, titles, platforms, sabotages")
+    listing.add_argument("--check", action="store_true", help="report what does not fit together; 1 if anything")
+    listing.set_defaults(do=_list)
+    run = commands.add_parser("run", parents=[chosen, running], help="run and judge cases")
+    run.add_argument("--sabotage", metavar="ID", help="put this defect into every leg but the references")
+    run.set_defaults(do=_run)
+    again = commands.add_parser("recheck", help="judge a run again from its records")
+    again.add_argument("folder", type=Path)
+    again.set_defaults(do=_recheck)
+    sabotage = commands.add_parser("sabotage", parents=[running], help="put in each defect and see that it is caught")
+    sabotage.add_argument("ids", nargs="*", metavar="SABOTAGE", help="default: all")
+    sabotage.add_argument("--cases", type=Path, default=CASES_FOLDER, metavar="DIR", help="folder of case files")
+    sabotage.set_defaults(do=_sabotage)
+    return parser
+
+
+def _selection(arguments: argparse.Namespace) -> tuple[tuple[Case, ...], Platform | None, list[str]]:
+    """The cases asked for, the platform, and the ids that it requires in vain."""
+    cases = load_cases(arguments.cases)
+    if arguments.platform is None:
+        return select(cases, arguments.case), None, []
+    platform = find_platform(arguments.platform, load_platforms())
+    taken = [case for case in cases if platform.takes(case)]
+    missing = [] if arguments.case else platform.missing(cases)
+    return select(taken, arguments.case), platform, missing
+
+
+def _list(arguments: argparse.Namespace, words: list[str]) -> int:
+    cases, _, _ = _selection(arguments)
+    platforms = load_platforms()
+    width = max(len(case.id) for case in cases)
+    for case in cases:
+        where = " ".join(platform.id for platform in platforms if platform.takes(case))
+        print(f"{case.id:{width}}  {case.title}")
+        print(f"{'':{width}}  [{case.level}] {case.spec}{' ' + ' '.join(case.bugs) if case.bugs else ''}")
+        print(f"{'':{width}}  on: {where or 'no platform'}; sabotages: {', '.join(case.sabotages) or 'none'}")
+    print(f"{len(cases)} cases")
+    if not arguments.check:
+        return 0
+    everything = load_cases(arguments.cases)
+    problems = [
+        f"platform {platform.id}: requires {name}, and there is no such case"
+        for platform in platforms
+        for name in platform.missing(everything)
+    ]
+    problems += [
+        f"case {case.id}: no platform requires it"
+        for case in everything
+        if not any(platform.takes(case) for platform in platforms)
+    ]
+    problems += lint_sabotages(load_sabotages(), everything)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _run(arguments: argparse.Namespace, words: list[str]) -> int:
+    cases, platform, missing = _selection(arguments)
+    with _session(arguments, platform, words) as session:
+        repeats = range(arguments.repeat)
+        session.run([Work(case=case, sabotage=arguments.sabotage, repeat=n) for n in repeats for case in cases])
+        footer = session.finish(missing)
+    for reason in footer.reasons:
+        print(reason, file=sys.stderr)
+    counts = ", ".join(f"{count} {name}" for name, count in footer.counts.items() if count)
+    print(f"{counts or 'no clean run'} in {footer.seconds:.1f} s: {session.folder}")
+    bad = [result for result in session.results if result.outcome not in GOOD]
+    return 0 if footer.accepted and not bad else 1
+
+
+def _recheck(arguments: argparse.Namespace, words: list[str]) -> int:
+    found = recheck(arguments.folder)
+    for item in found:
+        told = (
+            item.now
+            if item.agrees
+            else f"{item.now}, was {item.then} (blamed {item.blamed_now}, was {item.blamed_then})"
+        )
+        print(f"{item.key}: {told}{': ' + item.reason if item.reason else ''}")
+    different = sum(not item.agrees for item in found)
+    print(f"{len(found)} judged again, {different} differ")
+    return 1 if different else 0
+
+
+def _sabotage(arguments: argparse.Namespace, words: list[str]) -> int:
+    entries = _entries(arguments.ids)
+    cases = {case.id: case for case in load_cases(arguments.cases)}
+    for entry in entries:
+        select(cases.values(), entry.cases)
+    wanted = sorted({case_id for entry in entries for case_id in entry.cases})
+    work = [Work(case=cases[case_id], repeat=n) for n in range(arguments.repeat) for case_id in wanted]
+    with _session(arguments, None, words) as session:
+        clean = session.run(work)
+        records = []
+        sabotaged = [Work(case=cases[case_id], sabotage=entry.id) for entry in entries for case_id in entry.cases]
+        by_key = {(result.sabotage, result.case): result for result in session.run(sabotaged)}
+        for entry in entries:
+            results = {case_id: by_key[entry.id, case_id] for case_id in entry.cases}
+            records.append(judge_sabotage(entry, results))
+        session.add_sabotages(records)
+        footer = session.finish()
+    alarms = [result.key for result in clean if result.outcome not in GOOD]
+    print(sabotage_table(records, clean=len(clean), false_alarms=alarms))
+    print(f"{footer.seconds:.1f} s: {session.folder}")
+    return 0 if footer.accepted else 1
+
+
+def _entries(ids: Sequence[str]) -> tuple[SabotageEntry, ...]:
+    entries = load_sabotages()
+    unknown = set(ids) - {entry.id for entry in entries}
+    if unknown:
+        raise SerialError(f"no sabotage is called {min(unknown)!r}")
+    return tuple(entry for entry in entries if not ids or entry.id in ids)
+
+
+def _session(arguments: argparse.Namespace, platform: Platform | None, words: list[str]) -> Session:
+    folder = arguments.results or _RESULTS / time.strftime("conformance-%Y%m%d-%H%M%S")
+    return Session(
+        build_adapter(arguments.adapter),
+        folder,
+        platform=platform,
+        jobs=arguments.jobs,
+        keep=arguments.keep,
+        argv=words,
+        tell=_tell,
+    )
+
+
+def _tell(result: ResultRecord) -> None:
+    blamed = f" [{result.blamed}]" if result.blamed else ""
+    print(f"{result.outcome:11} {result.key:10} {result.title}{blamed}", flush=True)
+    if result.sabotage is None and result.outcome not in GOOD:
+        print(f"            {result.reason}\n            {result.reproduce}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,390 @@
+"""Cases: what is done to a trainer, and what must come of it, as data.
+
+A case file is a YAML list. Every word is from a closed list: ``given`` from :mod:`conformance.given`, disk faults from
+:mod:`conformance.faults`, checks from :mod:`conformance.check`. Whatever is unknown is refused with file and line.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import yaml
+
+from conformance import given as given_words
+from conformance import serial
+from conformance.check import CHECKS
+from conformance.faults import FAULTS
+from conformance.given import Given
+from conformance.yaml_lines import Mapped, load_yaml
+
+CASES_FOLDER = Path(__file__).with_name("cases")
+RETIRED_NAME = "retired.txt"
+CLASSES = "ABCDFGHIJKLMNOPQRSTUVWXYZ"  # E of the specification is the platforms, see platforms.yaml
+
+_ID = re.compile(rf"[{CLASSES}][1-9][0-9]*(\.[a-z0-9]+(-[a-z0-9]+)*)?")
+_LEG = re.compile(r"(reference|saving|interrupted|resumed)(-[a-z0-9]+)*")
+_BUG = re.compile(r"R[0-9]{2,3}")
+_NOT_PRESENT_TENSE = re.compile(
+    r"\b(should|shall|will|would|must|test(s|ed)? that|(verif|ensure|check)\w* that)\b", re.I
+)
+_TITLE_LENGTH = 100
+
+Moment = Literal["after_step", "after_epoch", "before_save", "before_commit", "before_pointer"]
+
+
+class CaseError(ValueError):
+    """A case file can't be taken as it stands; the message names file and line, and the case where it has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegFault:
+    """How a leg is ended at step ``after_step``.
+
+    kind: ``kill`` SIGKILL to every rank, from outside, while all of them wait; ``terminate`` SIGTERM in the same way;
+        ``raise`` every rank's training raises an error.
+    moment: ``after_step`` when the step and its ``on_step_end`` (with its save) are done; ``after_epoch`` when that step ended
+        an epoch and ``on_epoch_end`` (with its save) is done too; ``before_save`` before the step's ``on_step_end`` saves;
+        ``before_commit`` when all files of its save are written but not yet visible; ``before_pointer`` when the step
+        directory is visible and the pointer is still the old one. The last two need a save at that step.
+    """
+
+    kind: Literal["kill", "terminate", "raise"]
+    after_step: int
+    moment: Moment = "after_step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegStep:
+    """One leg of the script: a process group's life.
+
+    leg: ``reference``, ``saving``, ``interrupted`` or ``resumed``, with ``-anything`` behind it where one is not enough.
+    until_step: the planned last step; None trains all of ``given.epochs``.
+    restore_from: None, ``LATEST``, ``step:N``, ``dir:NAME`` (relative to the checkpoint directory, slash at the end kept), or a
+        path taken as it is.
+    given: what differs from the case's ``given``.
+    limit_seconds: when the leg is killed as hanging, which fails the case.
+    """
+
+    leg: str
+    until_step: int | None = None
+    restore_from: str | None = None
+    given: Mapping[str, Any] | None = None
+    fault: LegFault | None = None
+    limit_seconds: float = 30.0
+
+    @property
+    def role(self) -> str:
+        """``reference``, ``saving``, ``interrupted`` or ``resumed``."""
+        return self.leg.partition("-")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultStep:
+    """Damage to the checkpoint directory between two legs: a fault of :mod:`conformance.faults` and its parameters."""
+
+    fault: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookStep:
+    """Look into a step directory between two legs: entries by bucket. Known to checks by ``name``, default its number."""
+
+    look: int
+    name: str
+
+
+Step: TypeAlias = "LegStep | FaultStep | LookStep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """One check and its parameters. ``blames`` overrides the bucket that the check blames."""
+
+    check: str
+    parameters: Mapping[str, Any]
+    blames: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the matrix. ``raw`` is the case as it was written, ``where`` its file and line."""
+
+    id: str
+    title: str
+    level: Literal["must", "should", "note"]
+    spec: str
+    why: str
+    bugs: tuple[str, ...]
+    sabotages: tuple[str, ...]
+    needs: tuple[str, ...]
+    known_fail: str | None
+    given: Mapping[str, Any]
+    script: tuple[Step, ...]
+    expect: tuple[Expectation, ...]
+    raw: Mapping[str, Any]
+    where: str
+
+    @property
+    def legs(self) -> tuple[LegStep, ...]:
+        """The legs of the script, in order."""
+        return tuple(step for step in self.script if isinstance(step, LegStep))
+
+    def leg_given(self, leg: LegStep) -> Given:
+        """Everything that ``leg`` is made from."""
+        return given_words.complete(given_words.merge(self.given, leg.given or {}), f"{self.where}: case {self.id}")
+
+    @property
+    def world_size(self) -> int:
+        """The most processes that any leg has."""
+        return max(self.leg_given(leg).world_size for leg in self.legs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The keys of a case in YAML."""
+
+    id: str
+    title: str
+    why: str
+    script: tuple[Mapping[str, Any], ...]
+    expect: tuple[Mapping[str, Any], ...]
+    level: Literal["must", "should", "note"] = "must"
+    spec: str = ""
+    bugs: tuple[str, ...] = ()
+    sabotages: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    known_fail: str | None = None
+    given: Mapping[str, Any] | None = None
+
+
+def load_cases(folder: Path = CASES_FOLDER) -> tuple[Case, ...]:
+    """Read and lint every ``*.yaml`` of ``folder``; the cases come in the order of their ids.
+
+    Raises:
+        CaseError: all that is wrong, one a line; or there is no case at all.
+    """
+    cases: list[Case] = []
+    problems: list[str] = []
+    for path in sorted(folder.glob("*.yaml")):
+        try:
+            items = load_yaml(path)
+        except yaml.YAMLError as error:
+            problems.append(f"{path.name}: {error}")
+            continue
+        if not isinstance(items, list) or not items:
+            problems.append(f"{path.name}:1: expected a list of cases")
+            continue
+        for item in items:
+            try:
+                cases.append(parse_case(item, file=path.name))
+            except CaseError as error:
+                problems.append(str(error))
+    problems += _lint_together(cases, _retired(folder))
+    if problems:
+        raise CaseError("\n".join(problems))
+    if not cases:
+        raise CaseError(f"{folder}: no case here")
+    return tuple(sorted(cases, key=lambda case: sort_key(case.id)))
+
+
+def select(cases: Iterable[Case], patterns: Iterable[str]) -> tuple[Case, ...]:
+    """Return the cases that any pattern names: an id, a base id (all its sub-cases), or a glob.
+
+    Raises:
+        CaseError: a pattern matches nothing, or nothing is left.
+    """
+    cases, wanted = tuple(cases), tuple(patterns)
+    chosen = [case for case in cases if not wanted or any(matches(case.id, pattern) for pattern in wanted)]
+    for pattern in wanted:
+        if not any(matches(case.id, pattern) for case in cases):
+            raise CaseError(f"no case matches {pattern!r}")
+    if not chosen:
+        raise CaseError("no case is selected")
+    return tuple(chosen)
+
+
+def matches(case_id: str, pattern: str) -> bool:
+    """True when ``pattern`` is this id, its part before the dot, or a glob over it."""
+    return pattern in (case_id, case_id.partition(".")[0]) or fnmatch.fnmatchcase(case_id, pattern)
+
+
+def sort_key(case_id: str) -> tuple[str, int, str]:
+    """A9 before A10, and a base id before its sub-cases."""
+    base, _, rest = case_id.partition(".")
+    return base[0], int(base[1:]), rest
+
+
+def parse_case(item: Any, *, file: str) -> Case:
+    """Turn one YAML mapping into a case.
+
+    Raises:
+        CaseError: anything about it is wrong.
+    """
+    where = f"{file}:{getattr(item, 'line', 1)}"
+    try:
+        head = serial.build(_Head, item, _named(item, where), defaults=True)
+        where_named = f"{where}: case {head.id}"
+        script = tuple(_step(step, f"{file}:{_line(step, item)}: case {head.id}") for step in head.script)
+        expect = tuple(_expectation(row, f"{file}:{_line(row, item)}: case {head.id}") for row in head.expect)
+        case = Case(
+            **{name: getattr(head, name) for name in ("id", "title", "level", "spec", "why", "bugs", "known_fail")},
+            sabotages=head.sabotages,
+            needs=head.needs,
+            given=head.given or {},
+            script=script,
+            expect=expect,
+            raw=item,
+            where=where,
+        )
+        _lint(case, where_named)
+    except serial.SerialError as error:
+        raise CaseError(str(error)) from error
+    return case
+
+
+def _named(item: Any, where: str) -> str:
+    name = item.get("id") if isinstance(item, Mapping) else None
+    return f"{where}: case {name}" if name else where
+
+
+def _line(part: Any, whole: Any) -> int:
+    line: int = getattr(part, "line", getattr(whole, "line", 1))
+    return line
+
+
+def _step(raw: Mapping[str, Any], where: str) -> Step:
+    if "leg" in raw:
+        return serial.build(LegStep, raw, where, defaults=True)
+    if "look" in raw:
+        number = serial.value(int, raw["look"], f"{where}: look")
+        rest = {key: item for key, item in raw.items() if key != "look"}
+        if set(rest) - {"name"}:
+            raise serial.SerialError(f"{where}: unknown key {min(set(rest) - {'name'})!r}; a look has look and name")
+        return LookStep(look=number, name=serial.value(str, rest.get("name", str(number)), f"{where}: name"))
+    if "fault" in raw:
+        rest = {key: item for key, item in raw.items() if key != "fault"}
+        return FaultStep(fault=raw["fault"], parameters=FAULTS.parameters(raw["fault"], rest, where))
+    raise serial.SerialError(f"{where}: a step of the script has one of leg, fault, look; found {dict(raw)!r}")
+
+
+def _expectation(raw: Mapping[str, Any], where: str) -> Expectation:
+    if "check" not in raw:
+        raise serial.SerialError(f"{where}: an expectation needs 'check'")
+    rest = {key: item for key, item in raw.items() if key not in ("check", "blames")}
+    blames = serial.value(str | None, raw.get("blames"), f"{where}: blames")
+    return Expectation(check=raw["check"], parameters=CHECKS.parameters(raw["check"], rest, where), blames=blames)
+
+
+def _lint(case: Case, where: str) -> None:
+    for problem in (_head_problem(case), *_script_problems(case)):
+        if problem:
+            raise serial.SerialError(f"{where}: {problem}")
+
+
+def _head_problem(case: Case) -> str:
+    if not _ID.fullmatch(case.id):
+        return "the id is a class letter, a number, and perhaps .words-of-lower-case (E is the platforms' letter)"
+    if problem := _title_problem(case.title):
+        return f"title {case.title!r}: {problem}"
+    if not case.why.strip() or not (case.spec.strip() or case.bugs):
+        return "it needs why (the harm) and a source: spec or bugs"
+    strange = [bug for bug in case.bugs if not _BUG.fullmatch(bug)]
+    return f"bugs: {strange[0]!r} is no row of the list of known bugs (R05, R126)" if strange else ""
+
+
+def _script_problems(case: Case) -> Iterator[str]:
+    if not case.expect or not case.legs:
+        yield "it needs at least one leg and one expectation"
+    names = [leg.leg for leg in case.legs]
+    for leg in case.legs:
+        if not _LEG.fullmatch(leg.leg) or names.count(leg.leg) > 1:
+            yield f"leg {leg.leg!r}: reference, saving, interrupted or resumed (and -more behind it), each once"
+        if problem := _leg_problem(case, leg):
+            yield f"leg {leg.leg}: {problem}"
+    looks = {step.name for step in case.script if isinstance(step, LookStep)}
+    for row in case.expect:
+        if problem := _reference_problem(row, set(names), looks):
+            yield f"check {row.check}: {problem}"
+
+
+def _title_problem(title: str) -> str:
+    if not title.strip() or len(title) > _TITLE_LENGTH or title.endswith("."):
+        return f"one to {_TITLE_LENGTH} characters, no full stop at the end"
+    found = _NOT_PRESENT_TENSE.search(title)
+    return f"say what happens, in the present tense, without {found.group(0)!r}" if found else ""
+
+
+def _leg_problem(case: Case, leg: LegStep) -> str:
+    made_from = case.leg_given(leg)
+    if leg.until_step is None and made_from.epochs is None:
+        return "it needs until_step, or given.epochs"
+    if leg.role == "reference" and (leg.fault or leg.restore_from):
+        return "a reference is neither interrupted nor resumed"
+    if leg.role == "resumed" and leg.restore_from is None:
+        return "a resumed leg says what it restores from"
+    if leg.role == "interrupted" and leg.fault is None:
+        return "an interrupted leg has a fault"
+    if leg.fault and leg.until_step is not None and leg.fault.after_step > leg.until_step:
+        return "its fault lies behind its last step"
+    return ""
+
+
+_LEG_PARAMETERS = ("leg", "against", "saved_by", "other")
+
+
+def _reference_problem(row: Expectation, legs: set[str], looks: set[str]) -> str:
+    for key in _LEG_PARAMETERS:
+        name = row.parameters.get(key)
+        if name is not None and name not in legs:
+            return f"{key}: no leg is called {name!r}"
+    look = row.parameters.get("look")
+    return f"look: nothing looked at is called {look!r}" if look is not None and look not in looks else ""
+
+
+def _lint_together(cases: list[Case], retired: set[str]) -> list[str]:
+    problems = []
+    ids: dict[str, str] = {}
+    titles: dict[str, str] = {}
+    for case in cases:
+        if case.id in ids:
+            problems.append(f"{case.where}: case {case.id}: the id is taken by {ids[case.id]}")
+        if case.id in retired:
+            problems.append(f"{case.where}: case {case.id}: the id was retired and is never used again")
+        if case.title in titles:
+            problems.append(f"{case.where}: case {case.id}: the title is that of {titles[case.title]}")
+        ids.setdefault(case.id, case.where)
+        titles.setdefault(case.title, case.id)
+    return problems
+
+
+def _retired(folder: Path) -> set[str]:
+    path = folder / RETIRED_NAME
+    if not path.exists():
+        return set()
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return {line.split()[0] for line in lines if line.strip() and not line.startswith("#")}
+
+
+__all__ = [
+    "CASES_FOLDER",
+    "Case",
+    "CaseError",
+    "Expectation",
+    "FaultStep",
+    "LegFault",
+    "LegStep",
+    "LookStep",
+    "Mapped",
+    "Moment",
+    "load_cases",
+    "matches",
+    "parse_case",
+    "select",
+    "sort_key",
+]

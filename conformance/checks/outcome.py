@@ -1,0 +1,71 @@
+"""What a check answers, and the registry that YAML picks from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from conformance.compare import ComparisonError
+from conformance.evidence import Evidence, EvidenceError
+from conformance.proof_record import Divergence
+from conformance.registry import Registry
+from conformance.results import CheckRecord
+from conformance.serial import to_plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOutcome:
+    """``error`` means that nothing was shown, neither way. ``blames`` is the bucket to look at when it failed."""
+
+    status: Literal["passed", "failed", "error"]
+    expected: str
+    observed: str
+    divergence: Divergence | None = None
+    blames: str | None = None
+
+
+CHECKS: Registry[Callable[..., CheckOutcome]] = Registry("check")
+
+
+def verdict(
+    right: bool, *, expected: str, observed: str, blames: str | None, divergence: Divergence | None = None
+) -> CheckOutcome:
+    """``passed`` when ``right``, else ``failed``."""
+    return CheckOutcome(
+        status="passed" if right else "failed",
+        expected=expected,
+        observed=observed,
+        blames=None if right else blames,
+        divergence=divergence,
+    )
+
+
+def run_check(
+    name: str, parameters: Mapping[str, Any], evidence: Evidence, *, blames: str | None = None
+) -> CheckRecord:
+    """Run one check. Whatever goes wrong inside it makes its status ``error``, never ``passed``.
+
+    Args:
+        name: of the registry.
+        parameters: typed, as :meth:`conformance.registry.Registry.parameters` returns them.
+        evidence: of one case.
+        blames: what a failure blames instead of the check's own choice.
+    """
+    function = CHECKS.entries[name].function
+    try:
+        outcome = function(evidence, **parameters)
+    except (EvidenceError, ComparisonError) as error:
+        outcome = CheckOutcome(status="error", expected="evidence to judge by", observed=str(error))
+    except Exception as error:  # noqa: BLE001  a check that throws is unknown, and unknown is not pass
+        outcome = CheckOutcome(status="error", expected="a check that ends", observed=f"{name}: {error!r}")
+    blamed = (blames or outcome.blames) if outcome.status == "failed" else None
+    return CheckRecord(
+        check=name,
+        parameters=to_plain(dict(parameters)),
+        status=outcome.status,
+        expected=outcome.expected,
+        observed=outcome.observed,
+        divergence=outcome.divergence,
+        blames=blamed,
+    )

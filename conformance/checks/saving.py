@@ -1,0 +1,157 @@
+"""Checks on what was saved, when, and what is on disk."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
+from conformance.evidence import Evidence, EvidenceError
+
+_STEP = re.compile(r"global_step_(0|[1-9][0-9]*)")
+_POINTER = "latest_checkpoint_iteration.txt"
+Listing = Mapping[str, tuple[int, str, int]]
+
+
+@CHECKS.register(needs=("events.saved",))
+def saved_steps(evidence: Evidence, *, leg: str, steps: tuple[int, ...], on_disk: bool = True) -> CheckOutcome:
+    """The leg saved exactly these steps, in this order, none twice, and (``on_disk``) each is there and complete."""
+    found = evidence.leg(leg)
+    saved = [event.data["global_step"] for event in found.events("saved")]
+    complete = set(_complete_steps(found.disk_after, found.record.checkpoint_dir))
+    lost = [step for step in steps if step not in complete] if on_disk else []
+    observed = f"saved {saved}" + (f"; not complete on disk: {lost}" if lost else "")
+    return verdict(
+        saved == list(steps) and not lost,
+        expected=f"saved {list(steps)}",
+        observed=observed,
+        blames="storage" if saved == list(steps) else "policy",
+    )
+
+
+@CHECKS.register(needs=("disk.dcp",))
+def disk_steps(evidence: Evidence, *, leg: str, steps: tuple[int, ...], folder: str | None = None) -> CheckOutcome:
+    """After the leg, exactly these step directories are there and complete. ``folder``: another than the leg's own."""
+    found = evidence.leg(leg)
+    complete = _complete_steps(found.disk_after, folder or found.record.checkpoint_dir)
+    return verdict(
+        complete == sorted(steps), expected=f"steps {sorted(steps)}", observed=f"steps {complete}", blames="storage"
+    )
+
+
+@CHECKS.register(needs=("disk.dcp",))
+def pointer_is(evidence: Evidence, *, leg: str, step: int | None) -> CheckOutcome:
+    """After the leg the pointer names this step (nothing: there is no pointer)."""
+    found = evidence.leg(leg)
+    record = found.record
+    told = None
+    if f"{record.checkpoint_dir}/{_POINTER}" in found.disk_after:
+        told = (found.folder / "pointer_after.txt").read_text(encoding="utf-8").strip()
+    wanted = None if step is None else str(step)
+    return verdict(told == wanted, expected=f"pointer {wanted}", observed=f"pointer {told}", blames="storage")
+
+
+@CHECKS.register(needs=("events.saved",))
+def not_saved_again(evidence: Evidence, *, leg: str) -> CheckOutcome:
+    """The leg saved nothing, and every step directory is byte for byte and to the nanosecond what it was."""
+    found = evidence.leg(leg)
+    saved = [event.data["global_step"] for event in found.events("saved", None)]
+    changed = _changes(found.disk_before, found.disk_after)
+    return verdict(
+        not saved and not changed,
+        expected="nothing saved, nothing changed",
+        observed=f"saved {saved}, changed {changed[:4]}",
+        blames="policy",
+    )
+
+
+@CHECKS.register()
+def nothing_changed_on_disk(evidence: Evidence, *, leg: str) -> CheckOutcome:
+    """Not one file below the case's disk folder was made, removed or written by the leg."""
+    found = evidence.leg(leg)
+    changed = _changes(found.disk_before, found.disk_after)
+    return verdict(
+        not changed, expected="nothing changed", observed=", ".join(changed[:6]) or "nothing changed", blames="storage"
+    )
+
+
+@CHECKS.register()
+def on_disk(
+    evidence: Evidence,
+    *,
+    leg: str,
+    paths: tuple[str, ...] = (),
+    absent: tuple[str, ...] = (),
+    moment: Literal["before", "after"] = "after",
+) -> CheckOutcome:
+    """Each glob of ``paths`` matches something in the checkpoint directory, and none of ``absent`` does."""
+    found = evidence.leg(leg)
+    listing = found.disk_before if moment == "before" else found.disk_after
+    names = [
+        name.removeprefix(f"{found.record.checkpoint_dir}/")
+        for name in listing
+        if name.startswith(f"{found.record.checkpoint_dir}/")
+    ]
+    if not paths and not absent:
+        raise EvidenceError("neither paths nor absent: it could not have failed")
+    missing = [pattern for pattern in paths if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
+    strange = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in absent)]
+    return verdict(
+        not missing and not strange,
+        expected=f"there: {list(paths)}; not there: {list(absent)}",
+        observed=f"missing {missing}, there though {strange[:4]}",
+        blames="storage",
+    )
+
+
+@CHECKS.register(needs=("disk.look",))
+def buckets_on_disk(
+    evidence: Evidence, *, look: str, present: tuple[str, ...] = (), absent: tuple[str, ...] = ()
+) -> CheckOutcome:
+    """The step directory that was looked at holds exactly... at least ``present`` and nothing of ``absent``.
+
+    Each is a bucket (``optimizer``) or ``bucket/glob over its entries`` (``model/hidden.*``). What is looked for and must
+    be there has at least one entry.
+    """
+    record = evidence.looks.get(look)
+    if record is None or record.problem:
+        raise EvidenceError(f"look {look}: {record.problem if record else 'was not taken'}")
+    if not present and not absent:
+        raise EvidenceError("neither present nor absent: it could not have failed")
+    missing = [name for name in present if not _entries(record.found, name)]
+    strange = [name for name in absent if _entries(record.found, name)]
+    blamed = (missing or strange or ["storage"])[0].partition("/")[0]
+    return verdict(
+        not missing and not strange,
+        expected=f"there: {list(present)}; not there: {list(absent)}",
+        observed=f"missing {missing}, there though {strange}; buckets {sorted(record.found)}",
+        blames=blamed,
+    )
+
+
+def _entries(found: Mapping[str, Mapping[str, str]], name: str) -> list[str]:
+    bucket, _, pattern = name.partition("/")
+    return [entry for entry in found.get(bucket, {}) if not pattern or fnmatch.fnmatchcase(entry, pattern)]
+
+
+def _complete_steps(listing: Listing, checkpoint_dir: str) -> list[int]:
+    steps = []
+    for name, (size, _, _) in listing.items():
+        if not name.startswith(f"{checkpoint_dir}/"):
+            continue
+        directory, _, rest = name.removeprefix(f"{checkpoint_dir}/").partition("/")
+        match = _STEP.fullmatch(directory)
+        if match and rest == ".metadata" and size > 0:
+            steps.append(int(match.group(1)))
+    return sorted(steps)
+
+
+def _changes(before: Listing, after: Listing) -> list[str]:
+    names = sorted({*before, *after})
+    return [
+        f"{'made' if name not in before else 'removed' if name not in after else 'changed'} {name}"
+        for name in names
+        if before.get(name) != after.get(name)
+    ]

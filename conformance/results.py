@@ -1,0 +1,307 @@
+"""``results.jsonl``: what a run did and found, one JSON line a record. Writer and strict reader.
+
+A file without a footer is no report. Nothing here is rounded, and no path of a machine gets in: folders are relative to the
+run's own.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from conformance import serial
+from conformance.proof_record import Divergence
+from conformance.record import RecordError
+
+SCHEMA = "hyper_resume.results/1"
+FILE_NAME = "results.jsonl"
+SCHEMA_FILE = Path(__file__).with_name("schema") / "results.schema.json"
+
+Outcome = Literal["pass", "fail", "error", "unsupported", "skipped", "known_fail", "unexpected_pass", "note"]
+OUTCOMES: tuple[str, ...] = (
+    "pass",
+    "fail",
+    "error",
+    "unsupported",
+    "skipped",
+    "known_fail",
+    "unexpected_pass",
+    "note",
+)
+BUCKETS = ("model", "optimizer", "progress", "lr_scheduler", "train_dataloader", "rng_state")
+# What may be blamed beside a bucket: other stateful objects, bytes and directories, the decision when to save, the fields.
+BLAMES = (*BUCKETS, "stateful", "storage", "policy", "config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeaderRecord:
+    """The run: who judged whom, with what."""
+
+    schema: str
+    run_id: str
+    platform: str
+    adapter: str
+    versions: Mapping[str, str]
+    system: str
+    argv: tuple[str, ...]
+    started_at: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseRecord:
+    """A case, whole, as it was run. ``key`` names this run of it: id, then ``@sabotage`` or ``#repeat``."""
+
+    key: str
+    case: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationRecord:
+    """Two reference legs made from the same things: do they agree bit for bit, and if not, how far apart are they?
+
+    ``spread`` is the largest relative difference of a column. ``problem`` says why there was nothing to compare.
+    """
+
+    signature: str
+    folders: tuple[str, ...]
+    steps: int
+    equal: bool
+    divergence: Divergence | None
+    spread: Mapping[str, float]
+    problem: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """How one rank's process ended: an exit code, or the name of a signal."""
+
+    exit_code: int | None
+    signal: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedFault:
+    """The fault that a leg was asked to meet, and whether every rank waited at (or raised at) that very place."""
+
+    kind: Literal["kill", "terminate", "raise"]
+    after_step: int
+    moment: str
+    reached_by: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegRecord:
+    """One leg's life. ``folder`` is relative to the run's; steps are by rank, None where a rank finished none."""
+
+    key: str
+    leg: str
+    folder: str
+    argv: tuple[str, ...]
+    until_step: int | None
+    restore_from: str | None
+    checkpoint_dir: str
+    sabotage: str | None
+    shared: bool
+    ranks: tuple[RankEnd, ...]
+    first_steps: tuple[int | None, ...]
+    last_steps: tuple[int | None, ...]
+    fault: AskedFault | None
+    timed_out: bool
+    trouble: str | None
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultRecord:
+    """Damage done to the disk between two legs: asked and observed."""
+
+    key: str
+    place: int
+    asked: Mapping[str, Any]
+    fired: bool
+    observed: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookRecord:
+    """What a step directory held: bucket -> entry -> description."""
+
+    key: str
+    name: str
+    step: int
+    found: Mapping[str, Mapping[str, str]]
+    problem: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRecord:
+    """One check's outcome. ``blames`` is the bucket to look at when it failed."""
+
+    check: str
+    parameters: Mapping[str, Any]
+    status: Literal["passed", "failed", "error"]
+    expected: str
+    observed: str
+    divergence: Divergence | None
+    blames: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultRecord:
+    """The outcome of one case. ``blamed`` is that of its first failed check; ``reproduce`` runs it again."""
+
+    key: str
+    case: str
+    title: str
+    level: str
+    outcome: Outcome
+    reason: str
+    blamed: str | None
+    checks: tuple[CheckRecord, ...]
+    sabotage: str | None
+    repeat: int
+    reproduce: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SabotageRecord:
+    """Did the suite notice a defect that was put in on purpose? ``outcomes`` is by case."""
+
+    id: str
+    title: str
+    caught: bool
+    outcomes: Mapping[str, str]
+    caught_by: str | None
+    expected_bucket: str
+    blamed_bucket: str | None
+    right_bucket: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FooterRecord:
+    """The end of the report. ``accepted`` needs every required id with a pass, and every sabotage that ran caught."""
+
+    counts: Mapping[str, int]
+    accepted: bool
+    reasons: tuple[str, ...]
+    seconds: float
+
+
+Record: TypeAlias = (
+    "HeaderRecord | CaseRecord | CalibrationRecord | LegRecord | FaultRecord | LookRecord | ResultRecord"
+    " | SabotageRecord | FooterRecord"
+)
+KINDS: Mapping[str, type[Any]] = types.MappingProxyType(
+    {
+        "header": HeaderRecord,
+        "case": CaseRecord,
+        "calibration": CalibrationRecord,
+        "leg": LegRecord,
+        "fault": FaultRecord,
+        "look": LookRecord,
+        "result": ResultRecord,
+        "sabotage": SabotageRecord,
+        "footer": FooterRecord,
+    }
+)
+_NAMES = {kind: name for name, kind in KINDS.items()}
+R = TypeVar("R")
+
+
+def as_line(record: Record) -> str:
+    """One record as one line of ``results.jsonl``, with its newline."""
+    data = {"record": _NAMES[type(record)], **serial.to_plain(record)}
+    return json.dumps(data, ensure_ascii=False) + "\n"
+
+
+class ResultsWriter:
+    """Appends records; each call is one write, so a reader never sees half a block."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start ``results.jsonl`` in ``folder``, which is made; one that is there already is an error."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / FILE_NAME).open("x", encoding="utf-8")
+
+    def write(self, records: Iterable[Record]) -> None:
+        """Append ``records`` together."""
+        self._file.write("".join(as_line(record) for record in records))
+        self._file.flush()
+
+    def close(self) -> None:
+        """End the file."""
+        self._file.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """A whole ``results.jsonl``: a header, a footer, and what lies between."""
+
+    header: HeaderRecord
+    footer: FooterRecord
+    records: tuple[Record, ...]
+
+    def of(self, kind: type[R], key: str | None = None) -> tuple[R, ...]:
+        """The records of one kind, in order; with ``key`` those of one case's run."""
+        found = (record for record in self.records if isinstance(record, kind))
+        return tuple(record for record in found if key is None or getattr(record, "key", None) == key)
+
+
+def read_results(folder: Path) -> Results:
+    """Read a run's ``results.jsonl``.
+
+    Raises:
+        RecordError: it is missing, has no header first or no footer last, or a line is malformed.
+    """
+    path = folder / FILE_NAME
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError as error:
+        raise RecordError(f"{path}: missing; this is no results folder") from error
+    if lines.pop() != "":
+        raise RecordError(f"{path}: the last line is torn, so this is no report")
+    records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    if not records or not isinstance(records[0], HeaderRecord):
+        raise RecordError(f"{path}: the first record is no header")
+    if not isinstance(records[-1], FooterRecord):
+        raise RecordError(f"{path}: no footer, so the run did not come to its end and this is no report")
+    if records[0].schema != SCHEMA:
+        raise RecordError(f"{path}: schema is {records[0].schema!r}, this version reads {SCHEMA!r}")
+    return Results(header=records[0], footer=records[-1], records=tuple(records[1:-1]))
+
+
+def _parse(line: str, where: str) -> Record:
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise RecordError(f"{where}: not JSON: {error}") from error
+    name = data.pop("record", None) if isinstance(data, dict) else None
+    if not isinstance(name, str) or name not in KINDS:
+        raise RecordError(f"{where}: no record is called {name!r}")
+    try:
+        record: Record = serial.build(KINDS[name], data, f"{where}: {name}")
+    except serial.SerialError as error:
+        raise RecordError(str(error)) from error
+    return record
+
+
+def results_schema() -> dict[str, Any]:
+    """The JSON Schema of one line of ``results.jsonl``; ``schema/results.schema.json`` holds it."""
+    definitions: dict[str, Any] = {}
+    for name, kind in KINDS.items():
+        serial.json_schema(kind, definitions)
+        body = definitions[kind.__name__]
+        body["properties"] = {"record": {"const": name}, **body["properties"]}
+        body["required"] = ["record", *body["required"]]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "one line of results.jsonl",
+        "description": SCHEMA,
+        "anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in KINDS.values()],
+        "$defs": definitions,
+    }

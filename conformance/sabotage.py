@@ -1,0 +1,118 @@
+"""Single defects, put into this library from outside: the suite must notice each of them.
+
+A sabotage is a function filed under its id in :data:`SABOTAGES`; what it does, whom it harms and which cases must turn red
+stands in ``sabotages.yaml``. It replaces functions of hyper_resume in the leg's own process, before anything is built, and
+never in a reference leg. What it replaces must exist (a refactoring can't disarm it in silence), and it must fire.
+
+    @sabotage("rng-not-restored")
+    def _(put: Saboteur) -> None:
+        put.replace("hyper_resume.trainer.payload:apply_rng", lambda original, *args, **kwargs: None)
+
+``replace(target, function)``: ``function(original, *args, **kwargs)`` is called instead of the target, which is found as
+``module:name`` or ``module:Class.name``; the sabotage has fired as soon as it is called. Patch the name where it is USED
+(``trainer.payload:apply_rng``), not where it is defined. ``replace(..., fires=False)`` and ``put.fired()`` where only some
+calls do harm. ``set(target, value)`` replaces a plain value.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+class SabotageError(RuntimeError):
+    """A sabotage can't be put in: there is none of this name, or what it replaces does not exist (any more)."""
+
+
+class Saboteur:
+    """What a sabotage works with."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        """``told`` is called once, when the defect is met for the first time."""
+        self._told = told
+        self._has_fired = False
+
+    def fired(self) -> None:
+        """The defect has just done its harm."""
+        if not self._has_fired:
+            self._has_fired = True
+            self._told()
+
+    def replace(self, target: str, function: Callable[..., Any], *, fires: bool = True) -> None:
+        """Call ``function(original, *args, **kwargs)`` instead of ``target``.
+
+        Raises:
+            SabotageError: there is no such target, or it can't be called.
+        """
+        owner, name, original = _find(target)
+        if not callable(original):
+            raise SabotageError(f"{target} can't be called")
+
+        @functools.wraps(original)
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            if fires:
+                self.fired()
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, instead)
+
+    def set(self, target: str, value: Any) -> None:
+        """Replace the plain value ``target``; whatever reads it meets the defect, so it counts as fired at once.
+
+        Raises:
+            SabotageError: there is no such target.
+        """
+        owner, name, _ = _find(target)
+        setattr(owner, name, value)
+        self.fired()
+
+
+Sabotage = Callable[[Saboteur], None]
+SABOTAGES: dict[str, Sabotage] = {}
+
+
+def sabotage(name: str) -> Callable[[Sabotage], Sabotage]:
+    """Return a decorator that files a sabotage under ``name``."""
+
+    def decorate(function: Sabotage) -> Sabotage:
+        if name in SABOTAGES:
+            raise ValueError(f"two sabotages are called {name}")
+        SABOTAGES[name] = function
+        return function
+
+    return decorate
+
+
+def put_in(name: str, told: Callable[[], None]) -> None:
+    """Put the sabotage called ``name`` into this process.
+
+    Raises:
+        SabotageError: there is none, or its target does not exist.
+    """
+    for module in _MODULES:
+        importlib.import_module(module)
+    if name not in SABOTAGES:
+        raise SabotageError(f"no sabotage is called {name!r}")
+    SABOTAGES[name](Saboteur(told))
+
+
+def _find(target: str) -> tuple[Any, str, Any]:
+    module_name, _, path = target.partition(":")
+    try:
+        owner: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise SabotageError(f"the target {target} does not exist: {error}") from error
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent, None)
+    # vars() first, so that a static method is not mistaken for what it returns.
+    original = getattr(owner, name, None)
+    if original is None:
+        raise SabotageError(f"the target {target} does not exist")
+    return owner, name, original
+
+
+# The files that sabotages stand in; they import nothing but this module at their top.
+_MODULES = tuple(f"conformance.sabotages.{name}" for name in ("deciding", "restoring", "storing"))

@@ -1,0 +1,1 @@
+"""The sabotages, by what they break. Each is filed in :data:`conformance.sabotage.SABOTAGES`."""

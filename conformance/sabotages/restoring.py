@@ -1,0 +1,36 @@
+"""Defects in what is put back at a restore."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.sabotage import Saboteur, sabotage
+
+_PAYLOAD = "hyper_resume.trainer.payload"
+
+
+@sabotage("rng-not-restored")
+def _rng_not_restored(put: Saboteur) -> None:
+    put.replace(f"{_PAYLOAD}:apply_rng", lambda original, *args: None)
+
+
+@sabotage("moments-zeroed")
+def _moments_zeroed(put: Saboteur) -> None:
+    def apply(original: Any, optimizers: Any, names: Any, loaded: Any) -> None:
+        original(optimizers, names, loaded)
+        for optimizer in optimizers:
+            for entries in optimizer.state.values():
+                for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+                    if key in entries:
+                        entries[key].zero_()
+
+    put.replace(f"{_PAYLOAD}:apply_optimizers", apply)
+
+
+@sabotage("start-step-off-by-one")
+def _start_step_off_by_one(put: Saboteur) -> None:
+    def resume_point(original: Any, trainer: Any, *, positioned: bool) -> tuple[int, int]:
+        epoch, step = original(trainer, positioned=positioned)
+        return epoch, step + 1
+
+    put.replace(f"{_PAYLOAD}:resume_point", resume_point)

@@ -1,0 +1,140 @@
+"""One run: many cases on a few threads, one ``results.jsonl`` in the order of the cases, whoever finishes first."""
+
+from __future__ import annotations
+
+import platform as machine
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from conformance.adapter import Adapter
+from conformance.case import Case
+from conformance.platforms import Platform
+from conformance.processes import Hosts
+from conformance.results import (
+    OUTCOMES,
+    SCHEMA,
+    FooterRecord,
+    HeaderRecord,
+    ResultRecord,
+    ResultsWriter,
+    SabotageRecord,
+)
+from conformance.runner import CaseRun, Runner
+
+GOOD: tuple[str, ...] = ("pass", "known_fail", "note", "unsupported", "skipped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One case to be run."""
+
+    case: Case
+    sabotage: str | None = None
+    repeat: int = 0
+
+
+class Session:
+    """A run with its folder, its records and its threads. Use it as a context manager."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        folder: Path,
+        *,
+        platform: Platform | None = None,
+        jobs: int = 2,
+        keep: bool = False,
+        argv: Sequence[str] = (),
+        tell: Callable[[ResultRecord], None] = lambda result: None,
+    ) -> None:
+        """Begin the run in ``folder`` (made; it must hold no results yet). ``tell`` is called with each result, in order."""
+        self.folder = folder.resolve()
+        self._writer = ResultsWriter(self.folder)
+        extra = f" --platform {platform.id}" if platform else ""
+        device = platform.device if platform else "cpu"
+        self._runner = Runner(adapter, self.folder, device=device, keep=keep, extra=extra)
+        self._tell = tell
+        self._platform = platform
+        self._begun = time.monotonic()
+        self._hosts = Hosts(self.folder)
+        self._pool = ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="conformance")
+        self.results: list[ResultRecord] = []
+        self.sabotages: list[SabotageRecord] = []
+        self._writer.write([self._header(argv)])
+
+    def _header(self, argv: Sequence[str]) -> HeaderRecord:
+        described = self._runner.description
+        return HeaderRecord(
+            schema=SCHEMA,
+            run_id=self.folder.name,
+            platform=self._platform.id if self._platform else "all",
+            adapter=described.name,
+            versions={"python": machine.python_version(), **described.versions},
+            system=f"{machine.system()} {machine.machine()}",
+            argv=tuple(argv),
+            started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+    def __enter__(self) -> Session:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the processes and the file; without :meth:`finish` there is no footer, so no report."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._hosts.close()
+        self._writer.close()
+
+    def run(self, work: Sequence[Work]) -> list[ResultRecord]:
+        """Run all of ``work``; each one's records are written together, in the order of ``work``."""
+        futures: list[Future[CaseRun]] = [self._pool.submit(self._run_one, item) for item in work]
+        results = []
+        for future in futures:
+            done = future.result()
+            self._writer.write(done.records)
+            self._tell(done.result)
+            results.append(done.result)
+        self.results += results
+        return results
+
+    def _run_one(self, item: Work) -> CaseRun:
+        return self._runner.run_case(item.case, self._hosts, sabotage=item.sabotage, repeat=item.repeat)
+
+    def add_sabotages(self, records: Sequence[SabotageRecord]) -> None:
+        """Write what came of the sabotages."""
+        self._writer.write(records)
+        self.sabotages += records
+
+    def finish(self, missing: Sequence[str] = ()) -> FooterRecord:
+        """Write the footer. ``missing`` are ids that the platform requires and no case has."""
+        footer = make_footer(self.results, self.sabotages, missing, seconds=time.monotonic() - self._begun)
+        self._writer.write([footer])
+        return footer
+
+
+def make_footer(
+    results: Sequence[ResultRecord],
+    sabotages: Sequence[SabotageRecord],
+    missing: Sequence[str],
+    *,
+    seconds: float,
+) -> FooterRecord:
+    """Count, and say why a run is not accepted. A run of nothing is not."""
+    clean = [result for result in results if result.sabotage is None]
+    counts: Mapping[str, int] = Counter(result.outcome for result in clean)
+    reasons = [f"{result.key}: {result.outcome}: {result.reason}" for result in clean if result.outcome not in GOOD]
+    reasons += [f"{name}: required, and there is no such case" for name in missing]
+    reasons += [f"sabotage {record.id} was not caught: {record.reason}" for record in sabotages if not record.caught]
+    if not results:
+        reasons.append("nothing was run")
+    return FooterRecord(
+        counts={name: counts.get(name, 0) for name in OUTCOMES},
+        accepted=not reasons,
+        reasons=tuple(reasons),
+        seconds=seconds,
+    )
