@@ -97,6 +97,8 @@ def _inspect(step_dir: str, *, as_json: bool) -> None:
             f"  rank {rank.rank} of {rank.world_size}: global_step={rank.global_step}, epoch={rank.epoch}; "
             f"{', '.join(rank.buckets)}; random streams: {', '.join(rank.rng_streams)}"
         )
+    for missing in inspection.missing_ranks:
+        print(f"  rank {missing}: missing, so the training state can't be restored")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from hyper_resume import collective
 from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.checkpoint import layout
+from hyper_resume.checkpoint.attempt import SAVE_ID, check_training_state, mark_shards, read_save_id, save_id_of
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase
 from hyper_resume.checkpoint.planner import MODEL_BUCKET, check_model_entries
 from hyper_resume.checkpoint.reading import check_shards, load_entries, read_metadata
@@ -81,7 +82,10 @@ class DistributedCheckpointer(CheckpointerBase):
         self, training_state: dict[str, Any] | None, staging: Path, payload: dict[str, Any]
     ) -> None:
         """Write this rank's file, or add the training state to what DCP will write."""
-        rank = collective.rank()
+        rank, save_id = collective.rank(), save_id_of(staging)
+        mark_shards(payload, save_id, rank)
+        if training_state is not None:
+            training_state[SAVE_ID] = save_id
 
         def write() -> None:
             self._check_shared(staging)
@@ -185,17 +189,19 @@ class DistributedCheckpointer(CheckpointerBase):
 
         Raises:
             CheckpointNotFoundError: no such checkpoint, or no training state in it, or only a part of what is asked for.
-            CheckpointMismatchError: missing model key, another shape or type, ranks of different steps.
+            CheckpointMismatchError: missing model key, another shape or type, parts of different steps or saves.
         """
         self.maybe_wait_for_async_save()
         directory, group = Path(path), self._group()
         metadata = collective.agree(lambda: read_metadata(directory), group)
         collective.on_rank_zero(lambda: check_shards(directory, metadata), group)
+        save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata), group)
         model, _ = flatten_state_dict({MODEL_BUCKET: state.get(MODEL_BUCKET, {})})
         collective.agree(lambda: check_model_entries(model, metadata, strict=strict_model, where=path), group)
         training_state: dict[str, Any] = {}
         if extra_state_skeleton is not None:
             training_state = self._read_extra_state(directory, metadata)
+            collective.agree(lambda: check_training_state(training_state, save_id, directory), group)
             lacking = sorted(set(extra_state_skeleton) - set(training_state))
             collective.agree(lambda: extra.refuse_part(path, lacking), group)
         self._dcp_load(state, directory, strict_model=strict_model)
@@ -339,6 +345,6 @@ def _save_error(path: str, error: BaseException) -> CheckpointSaveError:
             where=where,
             found=f"{type(reason).__name__}: {reason}",
             # A full disk reaches us as "unexpected pos" of torch's zip writer.
-            do="look for space and permissions there; earlier checkpoints are untouched",
+            do="mend the cause (when writing failed: space, permissions); earlier checkpoints are untouched",
         )
     )

@@ -41,7 +41,11 @@ class RankSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """The whole step directory. ``size_bytes`` is what its files take on disk."""
+    """The whole step directory.
+
+    ``size_bytes`` is what its files take on disk; ``missing_ranks`` are those that took part in the save and whose training
+    state is not there, so that it can't be restored.
+    """
 
     path: str
     step: int | None
@@ -50,6 +54,7 @@ class Inspection:
     layout: str
     buckets: tuple[BucketSummary, ...]
     ranks: tuple[RankSummary, ...]
+    missing_ranks: tuple[int, ...]
 
     def as_plain(self) -> dict[str, Any]:
         """Return nested dicts and lists, for JSON."""
@@ -81,6 +86,7 @@ def inspect_step_directory(path: str | Path) -> Inspection:
         layout=kind,
         buckets=_bucket_summaries(metadata),
         ranks=tuple(ranks),
+        missing_ranks=tuple(sorted({r for found in ranks for r in range(found.world_size)} - {r.rank for r in ranks})),
     )
 
 

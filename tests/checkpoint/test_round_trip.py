@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from hyper_resume.checkpoint import DistributedCheckpointer
+from hyper_resume.errors import CheckpointSaveError
 from hyper_resume.state.model import apply_model, collect_model
 from hyper_resume.state.rng import apply_rng
 from tests.checkpoint.payloads import (
@@ -225,6 +226,37 @@ def test_plain_values_of_every_kind_come_back_as_they_were(tmp_path: Path, per_r
     assert same({name: extra[name] for name in state}, state)
 
 
+@MODES
+def test_tensors_of_every_kind_come_back(tmp_path: Path, save_async: bool) -> None:
+    torch.manual_seed(0)
+    long = torch.randn(100)
+    tensors = {
+        "complex": torch.randn(3, 2, dtype=torch.complex64),
+        "without elements": torch.empty(0, 4),
+        "without dimensions": torch.tensor(3.0),
+        "transposed": torch.randn(4, 3).T,
+        "expanded": torch.randn(1, 3).expand(4, 3),
+        "strided": long[::7],
+        "one part": long[:5],
+        "another that overlaps it": long[3:9],
+        "bool": torch.tensor([True, False]),
+        "int8": torch.arange(5, dtype=torch.int8),
+        "uint16": torch.tensor([7], dtype=torch.uint16),
+        "float8": torch.randn(4).to(torch.float8_e4m3fn),
+        "bfloat16": torch.randn(4).to(torch.bfloat16),
+        "special": torch.tensor([-0.0, float("nan"), float("inf"), 1e-45]),
+        "name.with.dots": torch.ones(1),
+    }
+    checkpointer = DistributedCheckpointer()
+    path = str(tmp_path / "global_step_1")
+    checkpointer.save(path, {"model": tensors}, global_step=1, save_async=save_async)
+    checkpointer.maybe_wait_for_async_save()
+    parts = {"model": {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in tensors.items()}}
+    checkpointer.load(path, parts)
+    for name, value in tensors.items():
+        assert same(parts["model"][name], value.contiguous()), name
+
+
 class WithExtraState(nn.Module):
     """A module with state beside its tensors."""
 
@@ -277,3 +309,27 @@ def test_ranks_that_name_different_directories_write_one_checkpoint(tmp_path: Pa
     assert run_ranks(_save_to_paths_that_differ, 2, str(tmp_path)) == [["0"], ["0"]]
     names = sorted(path.name for path in (tmp_path / "0" / "global_step_1" / "extra_state").iterdir())
     assert names == ["extra_state_rank_0.pt", "extra_state_rank_1.pt"]
+
+
+def _save_what_one_rank_lacks(folder: str) -> BaseException | None:
+    """Rank 1 has no state for one parameter, as an expert that saw no token: its shards would be missing."""
+    model = sharded_tiny(1)
+    optimizer = adamw(model)
+    train(model, optimizer, 1)
+    if dist.get_rank() == 1:
+        del optimizer.state[dict(model.named_parameters())["up.weight"]]
+    try:
+        DistributedCheckpointer().save(f"{folder}/global_step_1", payload(model, optimizer, 1), global_step=1)
+    except Exception as error:  # noqa: BLE001  the error is what is looked at
+        return error
+    return None
+
+
+def test_a_state_of_which_one_rank_lacks_its_part_is_not_saved(tmp_path: Path) -> None:
+    errors = run_ranks(_save_what_one_rank_lacks, 2, str(tmp_path))
+    for error in errors:
+        assert isinstance(error, CheckpointSaveError)
+        assert "optimizer.0.state.up.weight.exp_avg" in str(error)
+    assert str(errors[0]) == str(errors[1])
+    assert [path.name for path in tmp_path.iterdir()] == [".staging"]
+    assert list((tmp_path / ".staging").iterdir()) == []

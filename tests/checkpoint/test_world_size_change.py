@@ -54,7 +54,7 @@ def _restore(folder: str) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (1, 2)])
 def test_another_number_of_ranks_gets_the_same_tensors_and_rank_zeros_training_state(
     tmp_path: Path, before: int, after: int
 ) -> None:

@@ -206,6 +206,7 @@ def test_inspect_tells_what_four_ranks_saved_in_either_layout(
     assert [(rank["rank"], rank["world_size"], rank["global_step"], rank["epoch"]) for rank in ranks] == [
         (rank, RANKS, number, 0) for rank in range(RANKS)
     ]
+    assert found["missing_ranks"] == []
     for rank in ranks:
         assert {"global_step", "epoch", "lr_scheduler", "train_dataloader", "rng_state"} <= set(rank["buckets"])
         assert rank["rng_streams"] == ["torch_cpu", "python", "numpy"]
@@ -224,6 +225,16 @@ def test_inspect_tells_what_four_ranks_saved_in_either_layout(
     for rank in range(RANKS):
         assert f"rank {rank} of 4: global_step={number}, epoch=0" in text
     assert f"training state: {layout}" in text
+
+
+def test_inspect_names_the_rank_whose_training_state_is_missing(legs: Legs, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = str(legs.folder / "broken" / "global_step_2")
+    assert cli.main(["inspect", broken, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 3]
+    assert found["missing_ranks"] == [2]
+    assert cli.main(["inspect", broken]) == 0
+    assert "rank 2: missing, so the training state can't be restored" in capsys.readouterr().out
 
 
 def _model_size(config: ModelConfig) -> tuple[int, int]:
