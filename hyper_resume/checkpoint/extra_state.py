@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from hyper_resume.checkpoint.reading import reason_of
 from hyper_resume.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -140,7 +141,7 @@ def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
             describe(
                 "an extra_state file can't be read",
                 where=str(path),
-                found=f"{type(error).__name__}: {error}",
+                found=reason_of(error),
                 do="restore the file from a copy, or resume from another checkpoint",
             )
         ) from error

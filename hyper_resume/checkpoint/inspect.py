@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hyper_resume.checkpoint import extra_state as extra
+from hyper_resume.checkpoint.attempt import SAVE_ID
 from hyper_resume.checkpoint.layout import parse_step
 from hyper_resume.checkpoint.reading import load_entries, read_metadata
 from hyper_resume.errors import CheckpointNotFoundError
@@ -96,7 +97,7 @@ def _bucket_summaries(metadata: Metadata) -> tuple[BucketSummary, ...]:
         bucket = name.split(".", 1)[0]
         if bucket == "optimizer":
             bucket = ".".join(name.split(".", 2)[:2])
-        if bucket != extra.PAYLOAD_KEY:
+        if bucket not in (extra.PAYLOAD_KEY, SAVE_ID):
             entries[bucket].append(entry)
     return tuple(_summarise(bucket, entries[bucket]) for bucket in sorted(entries))
 
@@ -131,6 +132,6 @@ def _rank_summary(state: dict[str, Any]) -> RankSummary:
         global_step=state["global_step"],
         epoch=state.get("epoch"),
         world_size=state["world_size"],
-        buckets=tuple(sorted(set(state) - {"format_version", "rank", "world_size"})),
+        buckets=tuple(sorted(set(state) - {"format_version", "rank", "world_size", SAVE_ID})),
         rng_streams=tuple(name for name, value in streams.items() if value is not None),
     )

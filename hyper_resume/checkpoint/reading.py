@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,20 @@ def load_entries(state: dict[str, Any], directory: Path, *, strict_model: bool =
             describe(
                 "the checkpoint can't be read",
                 where=f"{directory}, rank {min(error.failures)}",
-                found=f"{type(first).__name__}: {first}",
+                found=reason_of(first),
                 do="verify the files, or resume from another checkpoint",
             )
         ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the class and message of a failed decoding.
+
+    Of torch's refusal to run code only the reason is kept: its message also advises ``weights_only=False``, which is exactly
+    what nobody should do with a file that was refused.
+    """
+    refusal = re.search(r"WeightsUnpickler error: [^\n]+", str(error))
+    return f"{type(error).__name__}: {refusal.group(0) if refusal else error}"
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -66,7 +77,7 @@ def read_metadata(directory: Path) -> Metadata:
             describe(
                 "the checkpoint's metadata can't be read",
                 where=str(directory / layout.METADATA_NAME),
-                found=f"{type(error).__name__}: {error}",
+                found=reason_of(error),
                 do="resume from another checkpoint",
             )
         ) from error

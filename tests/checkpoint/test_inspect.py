@@ -45,7 +45,8 @@ def test_buckets_ranks_and_sizes_are_told_without_a_change_on_disk(tmp_path: Pat
     (rank,) = found.ranks
     assert (rank.rank, rank.global_step, rank.epoch, rank.world_size) == (0, 4, 1, 1)
     assert rank.rng_streams == ("torch_cpu", "python", "numpy")
-    assert {"lr_scheduler", "train_dataloader", "rng_state"} <= set(rank.buckets)
+    assert rank.buckets == ("epoch", "global_step", "lr_scheduler", "rng_state", "stateful", "train_dataloader")
+    assert found.missing_ranks == ()
     assert json.loads(json.dumps(found.as_plain()))["ranks"][0]["global_step"] == 4
 
 
@@ -78,3 +79,11 @@ def test_a_stock_directory_can_be_inspected(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="not a complete checkpoint"):
         inspect_step_directory(tmp_path)
+
+
+def test_a_rank_whose_training_state_is_gone_is_named(tmp_path: Path) -> None:
+    directory = tmp_path / "global_step_1"
+    DistributedCheckpointer().save(str(directory), payload(tiny(1), step=1), global_step=1)
+    file = directory / "extra_state" / "extra_state_rank_0.pt"
+    torch.save({**torch.load(file, weights_only=True), "world_size": 3}, file)
+    assert inspect_step_directory(directory).missing_ranks == (1, 2)

@@ -35,6 +35,7 @@ def _save_all(folder: str) -> None:
         checkpointer = DistributedCheckpointer(extra_state_per_rank=per_rank)
         checkpointer.save(f"{folder}/{name}/global_step_{STEP}", payload(model, optimizer, STEP), global_step=STEP)
     files = DistributedCheckpointer()
+    files.save(f"{folder}/again/global_step_{STEP}", payload(model, optimizer, STEP), global_step=STEP)
     files.save(f"{folder}/weights/global_step_{STEP}", payload(model), global_step=STEP)
     files.save(f"{folder}/later/global_step_9", payload(model, step=9), global_step=9)
 
@@ -97,6 +98,11 @@ def make_directory_of(file: Path) -> None:
 def make_file_of(directory: Path) -> None:
     shutil.rmtree(directory)
     directory.write_text("file")
+
+
+def another_attempt(directory: Path) -> Path:
+    """The same state saved once more: names and sizes of all files are equal."""
+    return directory.parents[1] / "again" / directory.name
 
 
 def rewrite(file: Path, **changes: Any) -> None:
@@ -209,6 +215,30 @@ CASES: dict[str, tuple[str, Change, str, type[Exception], str, bool]] = {
         "",
         MISMATCH,
         "not this rank's",
+        True,
+    ),
+    "shard of another attempt": (
+        "files",
+        lambda d: shutil.copy(another_attempt(d) / "__2_0.distcp", d),
+        "",
+        MISMATCH,
+        "parts of different saves",
+        True,
+    ),
+    "file of rank 2 of another attempt": (
+        "files",
+        lambda d: shutil.copy(rank_file(another_attempt(d), 2), rank_file(d, 2)),
+        "",
+        MISMATCH,
+        "parts of different saves",
+        True,
+    ),
+    "metadata of another attempt": (
+        "files",
+        lambda d: shutil.copy(another_attempt(d) / ".metadata", d),
+        "",
+        MISMATCH,
+        "parts of different saves",
         True,
     ),
     "metadata garbled": (

@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def value(text: str) -> float:
     return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 2**32
 
 
-def restore(job: dict[str, Any]) -> int:
+def restore(job: Mapping[str, Any]) -> int:
     if job["restore_from"] is None:
         return 0
     directory = Path(job["checkpoint_dir"])
@@ -35,7 +36,7 @@ def restore(job: dict[str, Any]) -> int:
     return int((path / ".metadata").read_text())
 
 
-def save(job: dict[str, Any], probe: Probe, step: int) -> None:
+def save(job: Mapping[str, Any], probe: Probe, step: int) -> None:
     directory = Path(job["checkpoint_dir"]) / f"global_step_{step}"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / ".metadata").write_text(str(step))
@@ -100,7 +101,7 @@ def main() -> int:
         probe.event("sabotage_fired", id="met")
     try:
         train(probe)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  whatever ends it is told
         probe.error(error)
         return 1
     if DEFECT == "garbage-records":

@@ -36,7 +36,10 @@ CASES = (
             {"fault": "write_pointer", "text": "5"},
             {"leg": "resumed", "until_step": 7, "restore_from": "LATEST"},
         ],
-        expect=[{"check": "resumed_at", "leg": "resumed", "global_step": 5}, {"check": "pointer_is", "leg": "resumed", "step": 5}],
+        expect=[
+            {"check": "resumed_at", "leg": "resumed", "global_step": 5},
+            {"check": "pointer_is", "leg": "resumed", "step": 5},
+        ],
     ),
 )
 

@@ -78,8 +78,9 @@ def train_duck(trainer: Any, until_step: int) -> list[Record]:
 
 
 def saved_entries(step_directory: Path) -> set[str]:
-    """Flattened names of everything in the DCP payload."""
-    return set(FileSystemReader(step_directory).read_metadata().state_dict_metadata)
+    """Flattened names of everything in the DCP payload but the mark of the save itself."""
+    names = FileSystemReader(step_directory).read_metadata().state_dict_metadata
+    return {name for name in names if not name.startswith("save_id.")}
 
 
 def saved_extra_state(step_directory: Path) -> dict[str, Any]:
