@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,10 @@ def reason_of(error: BaseException) -> str:
     Of torch's refusal to run code only the reason is kept: its message also advises ``weights_only=False``, which is exactly
     what nobody should do with a file that was refused.
     """
-    refusal = re.search(r"WeightsUnpickler error: [^\n]+", str(error))
-    return f"{type(error).__name__}: {refusal.group(0) if refusal else error}"
+    lines = str(error).splitlines()
+    if lines and lines[0].startswith("Weights only load failed"):
+        lines = [line.strip() for line in lines if line.strip() and "weights_only" not in line]
+    return f"{type(error).__name__}: {' '.join(lines)}"
 
 
 def read_metadata(directory: Path) -> Metadata:

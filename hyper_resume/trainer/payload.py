@@ -57,7 +57,7 @@ def collect_extra_state(trainer: Any) -> dict[str, Any]:
         "global_step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
         "epoch_ended": bool(getattr(trainer.state, "epoch_ended", True)),
-        "lr_scheduler": collect_schedulers(_as_list(trainer.lr_scheduler)),
+        "lr_scheduler": collect_schedulers(_as_list(trainer.lr_scheduler), parameter_names(trainer.model)),
         "train_dataloader": collect_dataloader(getattr(trainer, "data_iterator", None), trainer.train_dataloader),
         "stateful": collect_stateful(_find_stateful(trainer)),
         "rng_state": collect_rng(_device_type(trainer)),
@@ -120,7 +120,8 @@ def apply_loaded(
         apply_optimizers(flatten_optimizers(trainer.optimizer), parameter_names(trainer.model), payload["optimizer"])
     if not config.restore_train_state:
         return
-    apply_schedulers(_as_list(trainer.lr_scheduler), extra_state.get("lr_scheduler") or [])
+    names = parameter_names(trainer.model)
+    apply_schedulers(_as_list(trainer.lr_scheduler), extra_state.get("lr_scheduler") or [], names)
     trainer.state.global_step = extra_state["global_step"]
     trainer.state.epoch = extra_state["epoch"]
     if hasattr(trainer.state, "epoch_ended"):

@@ -151,8 +151,8 @@ def test_an_extra_state_file_runs_no_code(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match="an extra_state file can't be read") as caught:
         DistributedCheckpointer().load(str(directory), {}, extra_state_skeleton={"global_step": None})
     assert not (tmp_path / "exploded").exists()
-    assert "WeightsUnpickler error" in str(caught.value)
-    assert "weights_only=False" not in str(caught.value), "torch's own message advises to run the code"
+    assert "unsupported GLOBAL" in str(caught.value)
+    assert "weights_only" not in str(caught.value), "torch's own message advises to run the code"
     torch.load(extra.file_path(directory, 0), weights_only=False)
     assert (tmp_path / "exploded").exists(), "the bomb must work, or the test proves nothing"
 
