@@ -107,6 +107,7 @@ class DataGiven:
 
     loader: ``own`` this library's DataLoader; ``foreign`` a list-like loader without ``state_dict``, in a fixed order;
         ``foreign-stateful`` a loader of another make with ``state_dict`` and ``load_state_dict`` (position within the epoch);
+        ``foreign-drawing`` the same, which draws from torch's stream whenever its iterator is made;
         ``unsized`` an endless one without a length and without a state.
     workers: processes that read. prefetch: batches that a background thread reads ahead, 0 for no thread.
     dp_world_size, dp_rank: given to the DataLoader as plain arguments; no process group is needed.
@@ -114,7 +115,7 @@ class DataGiven:
     first_id: sample i is the number first_id + i (another dataset of the same length).
     """
 
-    loader: Literal["own", "foreign", "foreign-stateful", "unsized"] = "own"
+    loader: Literal["own", "foreign", "foreign-stateful", "foreign-drawing", "unsized"] = "own"
     samples: int = 20
     batch_size: int = 4
     shuffle: bool = True
@@ -157,7 +158,8 @@ class Given:
     trainer: ``base`` the library's BaseTrainer; ``duck`` a plain namespace and a hand-written loop that drives the
         callback (specification 5.2).
     device: where it trains. world_size: processes (gloo on cpu), joined by a file in the leg's folder.
-    parallel: with world_size > 1: ``fsdp`` torch's FSDP2 over all ranks, ``replicated`` the whole model on each, gradients
+    parallel: with world_size > 1: ``tp2-fsdp`` ``hidden`` split in two by its columns and FSDP2 over the other half of the
+        ranks (peers in the split read the same data and draw the same numbers), ``fsdp`` torch's FSDP2 over all ranks, ``replicated`` the whole model on each, gradients
         averaged. The data's dp_rank and dp_world_size are then the process group's.
     seed: of model, data order and streams (rank r trains with streams of seed + r).
     noise: who draws from Python's, NumPy's and torch's streams beside dropout: ``loss`` scales the loss by draws from Python
@@ -167,6 +169,8 @@ class Given:
     folder: name of the checkpoint directory inside the case's folder; may hold spaces, any letters and a trailing slash.
     save_at_step_zero: the callback's ``on_step_end`` is called once before the first step, so step 0 is saved where
         ``save_steps`` is set.
+    hold_saves: a save of step N in the background becomes visible only when step N + hold_saves is trained or training is
+        over, and a moment after that; the leg tells how each went (check ``saves_in_background``). 0: as fast as it goes.
     extras: further objects with a state that the trainer holds: ``ema`` (average of the weights, with its own update
         count), ``scaler`` (multiplies the loss by a scale that it doubles every 3 steps), ``counter`` (a stateful callback
         that counts steps, base trainer only), ``generator`` (a torch.Generator that the loss draws from).
@@ -175,7 +179,7 @@ class Given:
     trainer: Literal["base", "duck"] = "base"
     device: Literal["cpu", "cuda", "npu"] = "cpu"
     world_size: int = 1
-    parallel: Literal["fsdp", "replicated"] = "fsdp"
+    parallel: Literal["fsdp", "replicated", "tp2-fsdp"] = "fsdp"
     seed: int = 1234
     model: ModelGiven = field(default_factory=ModelGiven)
     optimizer: OptimizerGiven = field(default_factory=OptimizerGiven)
@@ -188,6 +192,7 @@ class Given:
     epochs: int | None = None
     folder: str = "checkpoints"
     save_at_step_zero: bool = False
+    hold_saves: int = 0
     extras: tuple[Literal["ema", "scaler", "counter", "generator"], ...] = ()
 
 

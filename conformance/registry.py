@@ -20,12 +20,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Entry(Generic[F]):
-    """A registered function. ``parameters`` maps a parameter to its annotation; ``required`` has no default."""
+    """A registered function. ``parameters`` maps a parameter to its annotation; one without a default is ``required``."""
 
     name: str
     function: F
     parameters: Mapping[str, Any]
     required: frozenset[str]
+    defaults: Mapping[str, Any]
     marks: Mapping[str, Any]
 
     @property
@@ -56,6 +57,7 @@ class Registry(Generic[F]):
                 function=function,
                 parameters={item.name: hints[item.name] for item in own},
                 required=frozenset(item.name for item in own if item.default is inspect.Parameter.empty),
+                defaults={item.name: item.default for item in own if item.default is not inspect.Parameter.empty},
                 marks=marks,
             )
             return function

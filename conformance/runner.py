@@ -235,8 +235,10 @@ def needs_of(case: Case) -> tuple[str, ...]:
     """What a trainer must be able to do: what the case says, and what its script and checks imply."""
     needs = set(case.needs)
     for row in case.expect:
-        needs.update(CHECKS.entries[row.check].marks.get("needs", ()))
-        needs.update(f"trajectory.{column}" for column in row.parameters.get("columns", ()))
+        entry = CHECKS.entries[row.check]
+        needs.update(entry.marks.get("needs", ()))
+        columns = {**entry.defaults, **row.parameters}.get("columns", ())
+        needs.update(f"trajectory.{column}" for column in columns)
     for leg in case.legs:
         if leg.restore_from is not None:
             needs.add("resume.latest" if leg.restore_from.lower() == "latest" else "resume.path")

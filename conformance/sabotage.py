@@ -115,4 +115,19 @@ def _find(target: str) -> tuple[Any, str, Any]:
 
 
 # The files that sabotages stand in; they import nothing but this module at their top.
-_MODULES = tuple(f"conformance.sabotages.{name}" for name in ("deciding", "restoring", "storing"))
+_MODULES = tuple(
+    f"conformance.sabotages.{name}"
+    for name in (
+        "background",
+        "positioning",
+        "spreading",
+        "choosing",
+        "leaving_out",
+        "identity",
+        "continuing",
+        "deciding",
+        "refusing",
+        "restoring",
+        "storing",
+    )
+)

@@ -78,6 +78,8 @@ def value(hint: Any, data: Any, where: str, *, defaults: bool = False) -> Any:
     if origin is tuple and isinstance(data, (list, tuple)):
         return _tuple(arguments, data, where, defaults)
     if origin in (dict, Mapping) and isinstance(data, Mapping):
+        if arguments == (str, Any) and all(isinstance(key, str) for key in data):
+            return data  # as it is, because what comes from YAML knows its lines
         return {
             value(arguments[0], key, where): value(arguments[1], item, f"{where}.{key}", defaults=defaults)
             for key, item in data.items()

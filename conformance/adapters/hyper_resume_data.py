@@ -86,6 +86,15 @@ class ForeignStatefulLoader(ForeignLoader):
         self._handed_out = state["handed_out"]
 
 
+class ForeignDrawingLoader(ForeignStatefulLoader):
+    """The same, which seeds something from torch's stream whenever its iterator is made, as torch's own loader does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Draw, then the rest of the epoch."""
+        torch.rand(())
+        return super().__iter__()
+
+
 class EndlessLoader:
     """Batches without an end, a length or a state."""
 
@@ -104,7 +113,12 @@ def build_data(given: Given, *, rank: int, world_size: int) -> tuple[Any, Ids]:
     """Return the loader and its dataset."""
     data = given.data
     dataset = Ids(data, noisy="dataset" in given.noise)
-    foreign = {"foreign": ForeignLoader, "foreign-stateful": ForeignStatefulLoader, "unsized": EndlessLoader}
+    foreign = {
+        "foreign": ForeignLoader,
+        "foreign-stateful": ForeignStatefulLoader,
+        "foreign-drawing": ForeignDrawingLoader,
+        "unsized": EndlessLoader,
+    }
     if data.loader != "own":
         return foreign[data.loader](dataset, data.batch_size), dataset
     loader = DataLoader(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +26,7 @@ from conformance.adapters.hyper_resume_data import StepCounter
 from conformance.adapters.hyper_resume_disk import edit_step_directory, look_into
 from conformance.adapters.hyper_resume_parts import TroubleError
 from conformance.adapters.hyper_resume_state import buckets, step_digests
-from conformance.adapters.hyper_resume_watch import AfterSaves, BeforeSaves, WatchedCheckpointer
+from conformance.adapters.hyper_resume_watch import AfterSaves, BeforeSaves, WatchedCheckpointer, hold_saves
 from conformance.legs import TROUBLE_EXIT
 from conformance.probe import Probe
 from conformance.sabotage import SabotageError, put_in
@@ -99,7 +100,8 @@ def join_group(job: Job) -> dist.ProcessGroup | None:
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[job.given.device]
     dist.init_process_group(
         backend,
-        init_method=f"file://{Path('rendezvous').absolute()}",
+        # Not an init_method: in a URL the # of a repeat's folder would cut the path short.
+        store=dist.FileStore(str(Path("rendezvous").absolute()), job.world_size),
         rank=int(os.environ["RANK"]),
         world_size=job.world_size,
         timeout=timedelta(seconds=_GROUP_SECONDS),
@@ -132,20 +134,23 @@ class Leg:
         """Build all parts from seeds; nothing is trained or restored yet."""
         self.probe, self.job, self.given, self.group = probe, job, job.given, group
         rank = probe.rank
+        # This rank's place among those that read different data, how many these are, and their group.
+        self.share, self.shares, self.dp_group = rank, job.world_size, group
         self.device = _device(job.given.device, rank)
         data_parts.seed_streams(self.given.seed)
         self.model = self._spread(parts.build_model(self.given.model).to(self.device))
         self.optimizer, self.optimizers = parts.build_optimizer(self.model, self.given.optimizer)
         self.schedulers = parts.build_schedulers(self.optimizers, self.given.scheduler)
-        self.loader, self.dataset = data_parts.build_data(self.given, rank=rank, world_size=job.world_size)
+        self.loader, self.dataset = data_parts.build_data(self.given, rank=self.share, world_size=self.shares)
         self.extras = self._build_extras()
         self.seen: list[int] = []
         self.loss_function = data_parts.loss_of(
             self.given, self.seen, self.extras.get("generator"), self.extras.get("scaler")
         )
         # Every rank draws from streams of its own, and none of them is where the building left it.
-        data_parts.seed_streams(self.given.seed + 1000 + rank)
+        data_parts.seed_streams(self.given.seed + 1000 + self.share)
         self.trainer: Any = None
+        self.is_over = threading.Event()
 
     def _spread(self, model: nn.Module) -> nn.Module:
         if self.group is None:
@@ -155,11 +160,30 @@ class Leg:
 
             fully_shard(model)
             return model
+        if self.given.parallel == "tp2-fsdp":
+            self._split_in_two(model)
+            return model
         if self.given.accumulation != 1:
             raise TroubleError("parallel: replicated averages every micro-batch, so it needs accumulation 1")
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
         return model
+
+    def _split_in_two(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        from hyper_resume.config import AcceleratorConfig
+        from hyper_resume.parallel import build_mesh
+
+        sizes = AcceleratorConfig(tp_size=2, dp_shard_size=self.job.world_size // 2)
+        mesh = build_mesh(sizes, self.device.type, self.job.world_size)
+        if mesh is None:
+            raise TroubleError("parallel: tp2-fsdp needs an even number of ranks")
+        parallelize_module(model, mesh.tp_mesh, {"hidden": ColwiseParallel(output_layouts=Replicate())})
+        fully_shard(model, mesh=mesh.dp_mesh)
+        self.share, self.shares, self.dp_group = mesh.dp_rank, mesh.dp_size, mesh.dp_mesh.get_group()
 
     def _average(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -178,6 +202,8 @@ class Leg:
 
     def run(self) -> None:
         """Train and tell; an error passes through."""
+        if self.given.hold_saves:
+            hold_saves(self)
         self.trainer = self._base_trainer() if self.given.trainer == "base" else self._duck()
         callbacks = [type(item).__name__ for item in self.trainer.callbacks if not isinstance(item, OWN_CALLBACKS)]
         self.probe.event("built", buckets=self.buckets())
@@ -226,7 +252,7 @@ class Leg:
             train_dataloader=self.loader,
             loss_function=self.loss_function,
             device=self.device,
-            dp_group=self.group,
+            dp_group=self.dp_group,
             callbacks=makers,
         )
         for name, value in self.extras.items():

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hyper_resume.checkpoint import layout
 from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback, TrainerState
 
 if TYPE_CHECKING:
     from conformance.adapters.hyper_resume_leg import Leg
+
+# A held save gives up after so long: training stands still, so what it waits for will not come.
+_HOLD_SECONDS = 4.0
+# How much longer than the steps it waits for a held save takes, so that whoever does not wait for it is seen.
+_LINGER_SECONDS = 0.2
+_POLL_SECONDS = 0.002
+
+
+def hold_saves(leg: Leg) -> None:
+    """Let a save in the background become visible late, and tell how it went (see ``given.hold_saves``)."""
+    original = layout.commit
+
+    def commit(staging: Path, target: Path) -> None:
+        step = layout.parse_step(target.name)
+        if step is None or threading.current_thread() is threading.main_thread():
+            original(staging, target)
+            return
+        deadline = time.monotonic() + _HOLD_SECONDS
+        while not _has_moved_on(leg, step) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        told = "beside training" if _has_moved_on(leg, step) else "while training stood still"
+        time.sleep(_LINGER_SECONDS)
+        original(staging, target)
+        leg.probe.event("value", name=f"committed_{step}", value=told)
+
+    layout.commit = commit
+
+
+def _has_moved_on(leg: Leg, step: int) -> bool:
+    trained: int = leg.trainer.state.global_step
+    return leg.is_over.is_set() or trained >= step + leg.given.hold_saves
 
 
 class WatchedCheckpointer:
@@ -54,6 +88,14 @@ class BeforeSaves(Callback):
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Record the step."""
         self._leg.tell_step()
+
+    def on_train_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Training waits for nothing but its saves from now on."""
+        self._leg.is_over.set()
+
+    def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """So too when an error broke it off."""
+        self._leg.is_over.set()
 
 
 class AfterSaves(Callback):

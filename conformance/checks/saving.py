@@ -16,10 +16,29 @@ Listing = Mapping[str, tuple[int, str, int]]
 
 
 @CHECKS.register(needs=("events.saved",))
-def saved_steps(evidence: Evidence, *, leg: str, steps: tuple[int, ...], on_disk: bool = True) -> CheckOutcome:
-    """The leg saved exactly these steps, in this order, none twice, and (``on_disk``) each is there and complete."""
+def saved_steps(
+    evidence: Evidence,
+    *,
+    leg: str,
+    steps: tuple[int, ...],
+    on_disk: bool = True,
+    in_background: tuple[int, ...] | None = None,
+) -> CheckOutcome:
+    """The leg saved exactly these steps, in this order, none twice, and (``on_disk``) each is there and complete.
+
+    ``in_background``: exactly these of them were asked for asynchronously.
+    """
     found = evidence.leg(leg)
-    saved = [event.data["global_step"] for event in found.events("saved")]
+    events = found.events("saved")
+    saved = [event.data["global_step"] for event in events]
+    background = [event.data["global_step"] for event in events if event.data.get("save_async")]
+    if in_background is not None and background != list(in_background):
+        return verdict(
+            False,
+            expected=f"in the background {list(in_background)}",
+            observed=f"in the background {background}",
+            blames="policy",
+        )
     complete = set(_complete_steps(found.disk_after, found.record.checkpoint_dir))
     lost = [step for step in steps if step not in complete] if on_disk else []
     observed = f"saved {saved}" + (f"; not complete on disk: {lost}" if lost else "")

@@ -154,16 +154,19 @@ def data_order(
     ``legs`` come in the order of their lives: where a later one has trained a step again, its record counts.
     """
     seen: dict[int, list[int]] = {}
-    for record in _joined(evidence, legs):
+    for record in joined(evidence, legs):
         seen.setdefault(record.epoch, []).extend(record.sample_ids)
     wanted = set(range(first_id, first_id + samples))
     problems = []
     for epoch in epochs:
         ids = seen.get(epoch, [])
-        if not ids:
-            raise EvidenceError(f"epoch {epoch}: no sample at all")
+        if not seen:
+            raise EvidenceError(f"legs {', '.join(legs)}: no sample at all")
         repeated = sorted({number for number in ids if ids.count(number) > 1})
         strange, missing = sorted(set(ids) - wanted), sorted(wanted - set(ids)) if complete else []
+        if not ids:
+            problems.append(f"epoch {epoch}: not one sample")
+            continue
         for word, found in (("repeated", repeated), ("missing", missing), ("strange", strange)):
             if found:
                 problems.append(f"epoch {epoch}: {word} {found[:8]}")
@@ -175,7 +178,8 @@ def data_order(
     )
 
 
-def _joined(evidence: Evidence, legs: tuple[str, ...]) -> Iterator[TrajectoryRecord]:
+def joined(evidence: Evidence, legs: tuple[str, ...]) -> Iterator[TrajectoryRecord]:
+    """The records of a run over its ``legs``, rank by rank; a step that a later leg trained again counts as that one's."""
     by_step: dict[tuple[int, int], TrajectoryRecord] = {}
     for name in legs:
         for rank, records in evidence.leg(name).trajectory.records.items():

@@ -374,7 +374,9 @@ def test_data_order_joins_legs_and_a_later_one_counts(tmp_path: Path) -> None:
     assert status(found, "data_order", samples=7, **parameters) == ("failed", "train_dataloader")
     assert status(found, "data_order", samples=7, complete=False, **parameters)[0] == "passed"
     assert status(found, "data_order", samples=6, legs=["interrupted"], epochs=[0])[0] == "failed"
-    assert status(found, "data_order", samples=6, legs=["interrupted"], epochs=[3])[0] == "error"
+    assert status(found, "data_order", samples=6, legs=["interrupted"], epochs=[3])[0] == "failed"
+    silent = evidence(leg(tmp_path, "resumed-again"))
+    assert status(silent, "data_order", samples=6, legs=["resumed-again"], epochs=[0])[0] == "error"
 
 
 def test_lr_continues(tmp_path: Path) -> None:

@@ -94,3 +94,9 @@ def everything(model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
                 key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in options.items()
             }
     return found
+
+
+def moments_by_name(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """The optimizer's live state under the parameters' names."""
+    names = parameter_names(model)
+    return {names[id(parameter)]: dict(entries) for parameter, entries in optimizer.state.items()}

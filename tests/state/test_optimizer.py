@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -31,18 +30,13 @@ from hyper_resume.state.optimizer import (
     saved_optimizer_count,
 )
 from tests.ranks import run_ranks
-from tests.state.disk import Net, everything, read, same_bits, steps, write
+from tests.state.disk import Net, everything, moments_by_name, read, same_bits, steps, write
 
 AdamW = torch.optim.AdamW
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
     return AdamW(model.parameters(), lr=0.01, **options)
-
-
-def moments_by_name(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    names = parameter_names(model)
-    return {names[id(parameter)]: dict(entries) for parameter, entries in optimizer.state.items()}
 
 
 def test_state_is_filed_under_names_so_the_order_of_groups_does_not_matter(tmp_path: Path) -> None:
@@ -180,103 +174,6 @@ def test_an_option_that_the_file_does_not_have_keeps_this_runs_value(tmp_path: P
     read(write(tmp_path, model, [optimizer]), fresh, [fresh_optimizer])
     assert fresh_optimizer.param_groups[0]["maximize"] is True
     assert fresh_optimizer.param_groups[0]["invented later"] == 7
-
-
-class Tied(nn.Module):
-    """An embedding and a head that are one parameter."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(5, 4)
-        self.mix = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.mix(values @ self.embed.weight[:4]))
-        return result
-
-
-def test_tied_weights_have_one_name_and_stay_tied(tmp_path: Path) -> None:
-    model, fresh = Tied(0), Tied(1)
-    optimizer, fresh_optimizer = adamw(model), adamw(fresh)
-    steps(model, [optimizer], range(3))
-    path = write(tmp_path, model, [optimizer])
-    read(path, fresh, [fresh_optimizer])
-    assert fresh.head.weight is fresh.embed.weight
-    assert set(moments_by_name(fresh, fresh_optimizer)) == {"embed.weight", "mix.weight", "mix.bias"}
-    assert steps(fresh, [fresh_optimizer], range(3, 6)) == steps(model, [optimizer], range(3, 6))
-    assert same_bits(everything(fresh, [fresh_optimizer]), everything(model, [optimizer]))
-
-
-class Blocks(nn.Module):
-    """Two layers to wrap one by one."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layers[1](torch.tanh(self.layers[0](values)))
-        return result
-
-
-def plain(model: Blocks) -> nn.Module:
-    return model
-
-
-def compile_(model: nn.Module) -> nn.Module:
-    made = torch.compile(model, backend="eager")
-    assert isinstance(made, nn.Module)
-    return made
-
-
-def compiled(model: Blocks) -> nn.Module:
-    return compile_(model)
-
-
-def compiled_layers(model: Blocks) -> nn.Module:
-    model.layers[1] = compile_(model.layers[1])
-    return model
-
-
-def recomputed(model: Blocks) -> nn.Module:
-    model.layers[0] = checkpoint_wrapper(model.layers[0])
-    return model
-
-
-def compiled_inside_recomputed(model: Blocks) -> nn.Module:
-    model.layers[0] = checkpoint_wrapper(compile_(model.layers[0]))
-    return compile_(model)
-
-
-def recomputed_inside_compiled(model: Blocks) -> nn.Module:
-    model.layers[0] = compile_(checkpoint_wrapper(model.layers[0]))
-    return model
-
-
-WRAPPINGS = [plain, compiled, compiled_layers, recomputed, compiled_inside_recomputed, recomputed_inside_compiled]
-
-
-def test_wrappers_of_any_nesting_leave_names_and_checkpoints_alike(tmp_path: Path) -> None:
-    expected: dict[str, Any] | None = None
-    for number, wrap in enumerate(WRAPPINGS):
-        model = wrap(Blocks(0))
-        optimizer = adamw(model)
-        # No forward: nothing is compiled, only the names matter here.
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 0.5)
-        optimizer.step()
-        path = write(tmp_path / str(number), model, [optimizer])
-        for other in WRAPPINGS:
-            fresh = other(Blocks(1))
-            fresh_optimizer = adamw(fresh)
-            read(path, fresh, [fresh_optimizer])
-            found = {**collect_model(fresh), **moments_by_name(fresh, fresh_optimizer)}
-            expected = expected or {**collect_model(model), **moments_by_name(model, optimizer)}
-            assert same_bits(found, expected), (wrap.__name__, other.__name__)
 
 
 def test_a_checkpoint_of_two_optimizers_gives_the_first_its_moments(

@@ -268,3 +268,56 @@ def test_a_scheduler_without_an_optimizer_gets_its_own_state_and_nothing_more() 
     saved.position = 5
     apply_schedulers([fresh], collect_schedulers([saved]))
     assert fresh.position == 5
+
+
+def with_two_groups(*, reverse: bool) -> tuple[Optimizer, dict[int, str]]:
+    """Two groups of different lr; ``reverse`` gives them in the other order. The names stay."""
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    groups = [{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.2}]
+    optimizer = torch.optim.SGD(groups[::-1] if reverse else groups, momentum=0.9)
+    return optimizer, {id(first): "first", id(second): "second"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name not in ("LambdaLR per group", "OneCycleLR")])
+def test_groups_in_another_order_each_get_their_own_lr_back(name: str) -> None:
+    optimizer, own_names = with_two_groups(reverse=False)
+    scheduler = SCHEDULERS[name](optimizer)
+    advance(optimizer, scheduler, range(4))
+    saved = collect_schedulers([scheduler], own_names)
+    buckets = collect_optimizers([optimizer], own_names)
+    expected = advance(optimizer, scheduler, range(4, 10))
+
+    other, other_names = with_two_groups(reverse=True)
+    other_scheduler = SCHEDULERS[name](other)
+    apply_optimizers([other], other_names, buckets)
+    apply_schedulers([other_scheduler], saved, other_names)
+
+    assert [step[::-1] for step in advance(other, other_scheduler, range(4, 10))] == expected
+
+
+def test_an_empty_group_takes_the_place_that_is_left_over() -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    own_names = {id(first): "first", id(second): "second"}
+    groups: list[dict[str, Any]] = [
+        {"params": [first], "lr": 0.1},
+        {"params": [second], "lr": 0.2},
+        {"params": [], "lr": 0.3},
+    ]
+    saved = collect_schedulers([lrs.ConstantLR(torch.optim.SGD(groups), 1.0)], own_names)
+
+    other = torch.optim.SGD([{**group, "lr": 1.0} for group in (groups[2], groups[1], groups[0])])
+    apply_schedulers([lrs.ConstantLR(other, 1.0)], saved, own_names)
+
+    assert [group["lr"] for group in other.param_groups] == [0.3, 0.2, 0.1]
+
+
+def test_groups_that_were_cut_anew_keep_their_places() -> None:
+    optimizer, own_names = with_two_groups(reverse=False)
+    saved = collect_schedulers([lrs.ConstantLR(optimizer, 1.0)], own_names)
+    both = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    other = torch.optim.SGD([{"params": both, "lr": 1.0}, {"params": [nn.Parameter(torch.ones(3))], "lr": 1.0}])
+    apply_schedulers([lrs.ConstantLR(other, 1.0)], saved, own_names)
+
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.2]
