@@ -158,9 +158,10 @@ class Given:
     trainer: ``base`` the library's BaseTrainer; ``duck`` a plain namespace and a hand-written loop that drives the
         callback (specification 5.2).
     device: where it trains. world_size: processes (gloo on cpu), joined by a file in the leg's folder.
-    parallel: with world_size > 1: ``tp2-fsdp`` ``hidden`` split in two by its columns and FSDP2 over the other half of the
-        ranks (peers in the split read the same data and draw the same numbers), ``fsdp`` torch's FSDP2 over all ranks, ``replicated`` the whole model on each, gradients
-        averaged. The data's dp_rank and dp_world_size are then the process group's.
+    parallel: with world_size > 1: ``fsdp`` torch's FSDP2 over all ranks; ``tp2-fsdp`` ``hidden`` split in two by its
+        columns, FSDP2 over the ranks that hold the same half (the two halves of a pair read the same data and draw the same
+        numbers); ``replicated`` the whole model on each rank, gradients averaged. The data's dp_rank and dp_world_size are
+        then the process group's (with ``tp2-fsdp`` the pair's).
     seed: of model, data order and streams (rank r trains with streams of seed + r).
     noise: who draws from Python's, NumPy's and torch's streams beside dropout: ``loss`` scales the loss by draws from Python
         and NumPy; ``dataset`` adds to each sample draws from all three while it is read.
@@ -171,6 +172,7 @@ class Given:
         ``save_steps`` is set.
     hold_saves: a save of step N in the background becomes visible only when step N + hold_saves is trained or training is
         over, and a moment after that; the leg tells how each went (check ``saves_in_background``). 0: as fast as it goes.
+        Base trainer only.
     extras: further objects with a state that the trainer holds: ``ema`` (average of the weights, with its own update
         count), ``scaler`` (multiplies the loss by a scale that it doubles every 3 steps), ``counter`` (a stateful callback
         that counts steps, base trainer only), ``generator`` (a torch.Generator that the loss draws from).

@@ -72,7 +72,13 @@ def _train(config_path: str, overrides: Sequence[str]) -> None:
     from hyper_resume.trainer.text_trainer import TextTrainer
 
     init_process_group(resolve_device(config.accelerator.device), config.accelerator.timeout_seconds)
-    TextTrainer(config).train()
+    try:
+        TextTrainer(config).train()
+    except HyperResumeError:
+        # All ranks share it, so none is in a collective. A process that leaves its group behind may abort at its exit, and
+        # the exit code would be lost.
+        destroy_process_group()
+        raise
     destroy_process_group()
 
 

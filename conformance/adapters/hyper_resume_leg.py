@@ -101,7 +101,7 @@ def join_group(job: Job) -> dist.ProcessGroup | None:
     dist.init_process_group(
         backend,
         # Not an init_method: in a URL the # of a repeat's folder would cut the path short.
-        store=dist.FileStore(str(Path("rendezvous").absolute()), job.world_size),
+        store=dist.FileStore(str(Path("rendezvous").absolute()), job.world_size),  # type: ignore[attr-defined]
         rank=int(os.environ["RANK"]),
         world_size=job.world_size,
         timeout=timedelta(seconds=_GROUP_SECONDS),
