@@ -20,6 +20,8 @@ from conformance.probe import describe
 
 _BUCKET_OF = {"global_step": "progress", "epoch": "progress"}
 _EMBEDDED = re.compile(r"extra_state\.(rank_[0-9]+)\.(.+)")
+# Drawn anew for every save: told by its kind only, so that two runs of one case have the same records.
+_DRAWN_ANEW = frozenset({"save_id"})
 _RANK_FILE = re.compile(r"extra_state_(rank_[0-9]+)\.pt")
 
 
@@ -41,7 +43,9 @@ def look_into(step_directory: Path) -> dict[str, dict[str, str]]:
             found.setdefault("layout", {})["per_rank"] = "yes"
             for key, value in torch.load(path, weights_only=True).items():
                 bucket = _BUCKET_OF.get(key, key)
-                found.setdefault(bucket, {})[f"{match.group(1)}.{key}"] = describe(value)
+                found.setdefault(bucket, {})[f"{match.group(1)}.{key}"] = (
+                    type(value).__name__ if key in _DRAWN_ANEW else describe(value)
+                )
     return found
 
 
