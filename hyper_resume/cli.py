@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if overrides:
             _parser().error(f"unrecognized arguments: {' '.join(overrides)}")
         return _guarded(lambda: _inspect(arguments.step_dir, as_json=arguments.json))
-    return _guarded(lambda: _train(arguments.config, overrides))
+    return _guarded(lambda: train(arguments.config, overrides))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,7 +63,16 @@ def _guarded(action: Callable[[], None]) -> int:
     return 0
 
 
-def _train(config_path: str, overrides: Sequence[str]) -> None:
+def train(config_path: str, overrides: Sequence[str]) -> None:
+    """Train as ``hyper-resume train`` does, its process group included; under torchrun every rank calls it.
+
+    Args:
+        config_path: the YAML file.
+        overrides: words of the form ``--dotted.path=value``.
+
+    Raises:
+        HyperResumeError: what the command prints as one line; all ranks raise it, and the process group is closed.
+    """
     from hyper_resume.config import load_config
 
     config = load_config(config_path, overrides)

@@ -15,6 +15,8 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from hyper_resume.errors import ConfigError, UnsupportedError, describe
 
@@ -119,7 +121,7 @@ def init_process_group(context: DeviceContext, timeout_seconds: float) -> None:
         timeout_seconds: how long a collective waits for the other ranks.
 
     Raises:
-        ConfigError: WORLD_SIZE is greater than 1 and a variable of the rendezvous is missing.
+        ConfigError: RANK is set, or WORLD_SIZE is greater than 1, and a variable of the rendezvous is missing.
     """
     if context.type != "cpu":
         torch.get_device_module(context.type).set_device(context.device)
@@ -137,7 +139,18 @@ def init_process_group(context: DeviceContext, timeout_seconds: float) -> None:
                 do="start the job with torchrun (python -m torch.distributed.run)",
             )
         )
-    dist.init_process_group(context.backend, timeout=timedelta(seconds=timeout_seconds))
+    timeout = timedelta(seconds=timeout_seconds)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    # torchrun keeps one store for all the lives of its ranks: under names of their own, the ranks that it starts again don't
+    # find the addresses of the dead ones.
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        context.backend,
+        store=PrefixStore(f"life_{life}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
 
 
 def destroy_process_group() -> None:
