@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from conformance.adapters import NAMES, build_adapter
+from conformance.adapter import ADAPTERS, build_adapter
 from conformance.case import CASES_FOLDER, Case, CaseError, load_cases, select
 from conformance.platforms import Platform, find_platform, load_platforms
 from conformance.recheck import recheck
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     running.add_argument("--jobs", type=int, default=2, help="cases at a time")
     running.add_argument("--repeat", type=int, default=1, help="run each case so often")
     running.add_argument("--keep", action="store_true", help="keep the checkpoints of cases that pass")
-    running.add_argument("--adapter", choices=sorted(NAMES), default="hyper_resume", help="the trainer")
+    running.add_argument("--adapter", choices=sorted(ADAPTERS), default="hyper_resume", help="the trainer")
     listing = commands.add_parser("list", parents=[chosen], help="ids, titles, platforms, sabotages")
     listing.add_argument("--check", action="store_true", help="report what does not fit together; 1 if anything")
     listing.set_defaults(do=_list)

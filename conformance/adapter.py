@@ -5,6 +5,7 @@ A :class:`Job` is all that a trainer is told. It has no place for an expectation
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Mapping
@@ -38,15 +39,21 @@ ABILITIES = frozenset(
         "events.end",
         "events.value",
         "fault.pause",  # it waits where a fault is asked for, see probe.Probe.moment
+        "fault.file_operation",  # it can wait before any change that it makes on disk
         "resume.latest",
         "resume.path",
         "disk.dcp",  # global_step_N directories with .metadata, and the pointer
         "disk.look",
         "disk.edit",
         "given.any",  # every word of conformance.given; without it only an empty `given` is run
+        "given.config",  # it trains from a configuration file of its own
         "ranks.many",
     }
 )
+
+
+# Rank 0 publishes a save for all of them.
+_OF_RANK_ZERO = ("before_commit", "before_pointer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +63,25 @@ class JobFault:
     kind: Literal["kill", "terminate", "raise"]
     after_step: int
     moment: Moment
+    rank: int | None
+    operation: int | None
+    victims: str
+
+    def is_awaited_by(self, world_size: int) -> tuple[int, ...]:
+        """The ranks that wait at its moment, of a leg of ``world_size``."""
+        if self.moment in _OF_RANK_ZERO:
+            return (0,)
+        return tuple(range(world_size)) if self.rank is None else (self.rank,)
+
+    def strikes(self, world_size: int, nodes: int) -> tuple[int, ...]:
+        """The ranks that it is done to, of a leg of ``world_size`` on ``nodes`` of equal size."""
+        kind, _, number = self.victims.partition("-")
+        if kind == "all":
+            return tuple(range(world_size))
+        if kind == "rank":
+            return (int(number),)
+        size = world_size // nodes
+        return tuple(range(int(number) * size, (int(number) + 1) * size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +101,7 @@ class Job:
     restore_from: str | None = None
     fault: JobFault | None = None
     sabotage: str | None = None
+    nodes: int = 1
     edit: Mapping[str, Any] | None = None
     step: int | None = None
 
@@ -121,6 +148,21 @@ class Adapter(Protocol):
         ...
 
 
+# The name on the command line -> the adapter's module and class. Imported by name only: nothing here knows a trainer.
+ADAPTERS = {"hyper_resume": "conformance.adapters.hyper_resume:HyperResumeAdapter"}
+
+
+def build_adapter(name: str) -> Adapter:
+    """Return the adapter called ``name``.
+
+    Raises:
+        KeyError: there is none.
+    """
+    module, _, attribute = ADAPTERS[name].partition(":")
+    adapter: Adapter = getattr(importlib.import_module(module), attribute)()
+    return adapter
+
+
 def to_job(case: Case, leg: LegStep, *, sabotage: str | None, checkpoint_dir: str) -> Job:
     """Turn one leg of a case into a job. Titles, reasons and expectations stay behind.
 
@@ -139,9 +181,8 @@ def to_job(case: Case, leg: LegStep, *, sabotage: str | None, checkpoint_dir: st
         given=made_from,
         until_step=leg.until_step,
         restore_from=_resolve(leg.restore_from, checkpoint_dir),
-        fault=None
-        if leg.fault is None
-        else JobFault(kind=leg.fault.kind, after_step=leg.fault.after_step, moment=leg.fault.moment),
+        fault=None if leg.fault is None else JobFault(**vars(leg.fault)),
+        nodes=leg.nodes,
         sabotage=None if leg.role == "reference" else sabotage,
     )
 

@@ -34,7 +34,9 @@ _NOT_PRESENT_TENSE = re.compile(
 )
 _TITLE_LENGTH = 100
 
-Moment = Literal["after_step", "after_epoch", "before_save", "before_commit", "before_pointer"]
+Moment = Literal[
+    "after_step", "after_epoch", "before_save", "before_commit", "before_pointer", "during_load", "file_operation"
+]
 
 
 class CaseError(ValueError):
@@ -45,17 +47,26 @@ class CaseError(ValueError):
 class LegFault:
     """How a leg is ended at step ``after_step``.
 
-    kind: ``kill`` SIGKILL to every rank, from outside, while all of them wait; ``terminate`` SIGTERM in the same way;
-        ``raise`` every rank's training raises an error.
+    kind: ``kill`` SIGKILL, from outside, while the ranks wait; ``terminate`` SIGTERM in the same way; ``raise`` every
+        rank's training raises an error.
     moment: ``after_step`` when the step and its ``on_step_end`` (with its save) are done; ``after_epoch`` when that step ended
         an epoch and ``on_epoch_end`` (with its save) is done too; ``before_save`` before the step's ``on_step_end`` saves;
         ``before_commit`` when all files of its save are written but not yet visible; ``before_pointer`` when the step
-        directory is visible and the pointer is still the old one. The last two need a save at that step.
+        directory is visible and the pointer is still the old one (at both rank 0 alone waits); ``during_load`` while the
+        checkpoint of that step (0: of whichever step) is loaded, before the first tensor is read; ``file_operation`` right
+        before a change on disk that ``rank`` makes in the save of that step, the ``operation``-th, from 1 (see
+        :mod:`conformance.file_operations`). Only that rank waits there, the others are wherever they are. All but the first
+        three need a save (or a checkpoint) of that step.
+    victims: ``all`` the ranks, and whatever started them; ``rank-2`` that rank alone; ``node-1`` a node's launcher with
+        its ranks. Who is spared goes on, and has to end by itself with an error.
     """
 
     kind: Literal["kill", "terminate", "raise"]
     after_step: int
     moment: Moment = "after_step"
+    rank: int | None = None
+    operation: int | None = None
+    victims: str = "all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +78,7 @@ class LegStep:
     restore_from: None, ``LATEST``, ``step:N``, ``dir:NAME`` (relative to the checkpoint directory, slash at the end kept), or a
         path taken as it is.
     given: what differs from the case's ``given``.
+    nodes: as how many nodes the ranks are started, each with a launcher of its own (torchrun only).
     limit_seconds: when the leg is killed as hanging, which fails the case.
     """
 
@@ -75,6 +87,7 @@ class LegStep:
     restore_from: str | None = None
     given: Mapping[str, Any] | None = None
     fault: LegFault | None = None
+    nodes: int = 1
     limit_seconds: float = 30.0
 
     @property
@@ -113,7 +126,11 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row of the matrix. ``raw`` is the case as it was written, ``where`` its file and line."""
+    """One row of the matrix. ``raw`` is the case as it was written, ``where`` its file and line.
+
+    ``launcher``: what its legs are started by where there is a choice (``st``): ``torchrun``, or ``warm`` (forked from a
+    process that has torch imported).
+    """
 
     id: str
     title: str
@@ -124,6 +141,7 @@ class Case:
     sabotages: tuple[str, ...]
     needs: tuple[str, ...]
     known_fail: str | None
+    launcher: Literal["torchrun", "warm"]
     given: Mapping[str, Any]
     script: tuple[Step, ...]
     expect: tuple[Expectation, ...]
@@ -160,6 +178,7 @@ class _Head:
     sabotages: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     known_fail: str | None = None
+    launcher: Literal["torchrun", "warm"] = "torchrun"
     given: Mapping[str, Any] | None = None
 
 
@@ -233,7 +252,10 @@ def parse_case(item: Any, *, file: str) -> Case:
         script = tuple(_step(step, f"{file}:{_line(step, item)}: case {head.id}") for step in head.script)
         expect = tuple(_expectation(row, f"{file}:{_line(row, item)}: case {head.id}") for row in head.expect)
         case = Case(
-            **{name: getattr(head, name) for name in ("id", "title", "level", "spec", "why", "bugs", "known_fail")},
+            **{
+                name: getattr(head, name)
+                for name in ("id", "title", "level", "spec", "why", "bugs", "known_fail", "launcher")
+            },
             sabotages=head.sabotages,
             needs=head.needs,
             given=head.given or {},
@@ -330,8 +352,26 @@ def _leg_problem(case: Case, leg: LegStep) -> str:
         return "a resumed leg says what it restores from"
     if leg.role == "interrupted" and leg.fault is None:
         return "an interrupted leg has a fault"
-    if leg.fault and leg.until_step is not None and leg.fault.after_step > leg.until_step:
+    if not 1 <= leg.nodes <= made_from.world_size or made_from.world_size % leg.nodes:
+        return f"{made_from.world_size} ranks can't be {leg.nodes} nodes of one size"
+    return _fault_problem(leg, made_from.world_size) if leg.fault else ""
+
+
+def _fault_problem(leg: LegStep, world_size: int) -> str:
+    fault = leg.fault
+    assert fault is not None
+    if leg.until_step is not None and fault.after_step > leg.until_step:
         return "its fault lies behind its last step"
+    placed = (fault.rank, fault.operation)
+    if (fault.moment == "file_operation") != (None not in placed) or placed.count(None) == 1:
+        return "its fault: file_operation has rank and operation, no other moment has them"
+    if fault.rank is not None and not 0 <= fault.rank < world_size:
+        return f"its fault: there is no rank {fault.rank}"
+    kind, _, number = fault.victims.partition("-")
+    known = {"all": 0, "rank": world_size, "node": leg.nodes}
+    is_right = fault.victims == "all" or (kind in known and number.isdigit() and int(number) < known[kind])
+    if not is_right or (fault.kind == "raise" and fault.victims != "all"):
+        return f"its fault: victims {fault.victims!r} are neither all nor one of its ranks or nodes (raise: all)"
     return ""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.adapters import build_adapter
+from conformance.adapter import build_adapter
 from conformance.case import load_cases
 from conformance.platforms import Platform, find_platform, load_platforms
 from conformance.session import Session

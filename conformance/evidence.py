@@ -24,6 +24,7 @@ EVENT_KINDS = (
     "saved",
     "paused",
     "fault",
+    "operation",
     "sabotage_fired",
     "error",
     "trouble",
@@ -129,6 +130,11 @@ class Evidence:
         if name not in self.legs:
             raise EvidenceError(f"leg {name} was not run")
         return self.legs[name]
+
+
+def rank_log(folder: Path, rank: int) -> Path:
+    """Where a rank's output is, in its leg's folder."""
+    return folder / f"log_rank_{rank}.txt"
 
 
 def read_events(path: Path, rank: int) -> list[Event]:

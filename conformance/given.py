@@ -157,6 +157,10 @@ class Given:
 
     trainer: ``base`` the library's BaseTrainer; ``duck`` a plain namespace and a hand-written loop that drives the
         callback (specification 5.2).
+    config: a configuration file of the trainer's own command line, relative to the checkout. Then the leg runs the trainer's
+        own program on it, and everything else here but ``overrides``, ``checkpoint``, ``folder``, ``device`` and
+        ``world_size`` has no meaning.
+    overrides: further words of that command line (``--optimizer.name=muon``); a leg's own come behind the case's.
     device: where it trains. world_size: processes (gloo on cpu), joined by a file in the leg's folder.
     parallel: with world_size > 1: ``fsdp`` torch's FSDP2 over all ranks; ``tp2-fsdp`` ``hidden`` split in two by its
         columns, FSDP2 over the ranks that hold the same half (the two halves of a pair read the same data and draw the same
@@ -173,12 +177,15 @@ class Given:
     hold_saves: a save of step N in the background becomes visible only when step N + hold_saves is trained or training is
         over, and a moment after that; the leg tells how each went (check ``saves_in_background``). 0: as fast as it goes.
         Base trainer only.
+    tell_operations: every change on disk that a save makes is told, numbered from 1 in each save of each rank.
     extras: further objects with a state that the trainer holds: ``ema`` (average of the weights, with its own update
         count), ``scaler`` (multiplies the loss by a scale that it doubles every 3 steps), ``counter`` (a stateful callback
         that counts steps, base trainer only), ``generator`` (a torch.Generator that the loss draws from).
     """
 
     trainer: Literal["base", "duck"] = "base"
+    config: str | None = None
+    overrides: tuple[str, ...] = ()
     device: Literal["cpu", "cuda", "npu"] = "cpu"
     world_size: int = 1
     parallel: Literal["fsdp", "replicated", "tp2-fsdp"] = "fsdp"
@@ -195,16 +202,22 @@ class Given:
     folder: str = "checkpoints"
     save_at_step_zero: bool = False
     hold_saves: int = 0
+    tell_operations: bool = False
     extras: tuple[Literal["ema", "scaler", "counter", "generator"], ...] = ()
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with a leg's ``overrides``: mappings are merged key by key, a new ``kind`` starts from its defaults."""
+    """Return ``base`` with a leg's ``overrides``: mappings are merged key by key, a new ``kind`` starts from its defaults.
+
+    Words of a command line (the key ``overrides``) are added behind those that are there.
+    """
     result = {key: copy.deepcopy(item) for key, item in _long_form(base).items()}
     for key, item in _long_form(overrides).items():
         known = result.get(key)
         if isinstance(item, Mapping) and isinstance(known, Mapping) and not ("kind" in item and key in _SHORTHAND):
             result[key] = {**known, **item}
+        elif key == "overrides" and isinstance(item, list) and isinstance(known, list):
+            result[key] = [*known, *item]
         else:
             result[key] = copy.deepcopy(item)
     return result

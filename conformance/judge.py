@@ -84,7 +84,7 @@ def _trouble(case: Case, evidence: Evidence) -> str | None:
 
 
 def _reached(leg: LegEvidence) -> bool:
-    return leg.record.fault is not None and set(leg.record.fault.reached_by) == set(range(len(leg.record.ranks)))
+    return leg.record.fault is not None and leg.record.fault.reached_by == leg.record.fault.awaited
 
 
 def _ending(case: Case, step: LegStep, evidence: Evidence) -> CheckRecord | None:
@@ -100,9 +100,22 @@ def _ending(case: Case, step: LegStep, evidence: Evidence) -> CheckRecord | None
     wanted = _FAULT_SIGNALS.get(step.fault.kind)
     if not _reached(leg):
         return _broken_ending(step, f"it comes to its fault after step {step.fault.after_step}", _how(leg))
-    if wanted and not told and any(end.signal != wanted for end in leg.record.ranks):
-        return _broken_ending(step, f"every rank dies of {wanted}", _how(leg))
+    if wanted and not told and (found := struck_otherwise(leg, wanted)):
+        return _broken_ending(step, f"every victim dies of {wanted}, and the others end with an error", found)
     return None
+
+
+def struck_otherwise(leg: LegEvidence, wanted: str) -> str:
+    """Which ranks did not end as a fault with victims demands; empty when all did."""
+    fault = leg.record.fault
+    assert fault is not None
+    ends = enumerate(leg.record.ranks)
+    wrong = [
+        f"rank {rank}: {end.signal or f'exit code {end.exit_code}'}"
+        for rank, end in ends
+        if (end.signal != wanted if rank in fault.struck else end.exit_code == 0)
+    ]
+    return ", ".join(wrong)
 
 
 def _broken_ending(step: LegStep, expected: str, observed: str) -> CheckRecord:

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
-from conformance.adapter import Adapter, Job, write_job
-from conformance.evidence import DISK_AFTER, DISK_BEFORE, EvidenceError, read_events, take_listing
+from conformance.adapter import JOB_NAME, Adapter, Job, write_job
+from conformance.evidence import DISK_AFTER, DISK_BEFORE, EvidenceError, rank_log, read_events, take_listing
 from conformance.faults import POINTER_NAME
-from conformance.processes import HostError, Hosts, Rank
+from conformance.probe import JOB_VARIABLE
+from conformance.processes import HostError, Launcher, LegOrder, Rank, RunningLeg
 from conformance.record import RecordError, read_trajectory
 from conformance.results import AskedFault, LegRecord, RankEnd
 
 TROUBLE_EXIT = 70  # EX_SOFTWARE: the leg's own code says that it is broken, whatever the trainer does
 _DEATH_SECONDS = 10.0
-_LOG_NAME = "log.txt"
+# How long a hanging leg may take to write its stacks.
+_DUMP_SECONDS = 3.0
 _SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LegPlan:
-    """A leg that is to be run. ``folder`` (absolute) is its own, ``run`` the run's, ``disk`` what is listed around it."""
+    """A leg that is to be run. ``folder`` (absolute) is its own, ``run`` the run's, ``disk`` what is listed around it.
+
+    ``listed`` false leaves the listings out: they read every byte of the disk.
+    """
 
     key: str
     job: Job
@@ -35,35 +43,39 @@ class LegPlan:
     disk: Path
     limit_seconds: float
     shared: bool = False
+    listed: bool = True
 
 
 @dataclass
 class _Life:
-    ranks: list[Rank]
-    ends: list[RankEnd | None]
+    ends: list[RankEnd | None] = field(default_factory=list)
+    agents: list[RankEnd | None] = field(default_factory=list)
     reached: tuple[int, ...] = ()
     timed_out: bool = False
     trouble: str | None = None
+    name: str = "none"
 
 
-def run_leg(plan: LegPlan, adapter: Adapter, hosts: Hosts) -> LegRecord:
+def run_leg(plan: LegPlan, adapter: Adapter, launcher: Launcher) -> LegRecord:
     """Run one leg to its end, its fault or its limit, and say what happened. Everything that it started is dead by then."""
     plan.folder.mkdir(parents=True)
     plan.disk.mkdir(parents=True, exist_ok=True)
     write_job(plan.job, plan.folder)
     _store_listing(plan, DISK_BEFORE)
-    launch = adapter.launch(plan.job, 0)
-    life = _Life(ranks=[], ends=[])
-    begun = time.monotonic()
+    launches = tuple(adapter.launch(plan.job, rank) for rank in range(plan.job.world_size))
+    life = _Life(ends=[None] * plan.job.world_size)
+    started_at, begun = datetime.now(UTC), time.monotonic()
     try:
-        for rank in range(plan.job.world_size):
-            own = adapter.launch(plan.job, rank)
-            life.ranks.append(hosts.start(own, plan.folder, plan.folder / _LOG_NAME, _environment(plan, rank)))
-            life.ends.append(None)
-            if rank == 0:
-                # A warm server may have to be started first, which is no part of the leg's life.
-                begun = time.monotonic()
-        _watch(plan, life, hosts, begun + plan.limit_seconds)
+        order = LegOrder(
+            folder=plan.folder,
+            launches=launches,
+            environment={JOB_VARIABLE: str(plan.folder / JOB_NAME)},
+            nodes=plan.job.nodes,
+        )
+        leg = launcher.start(order)
+        # A warm server may have had to be started first, which is no part of the leg's life.
+        started_at, begun = datetime.now(UTC), time.monotonic()
+        _live(plan, life, leg, launcher)
     except (HostError, OSError) as error:
         life.trouble = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - begun
@@ -76,63 +88,98 @@ def run_leg(plan: LegPlan, adapter: Adapter, hosts: Hosts) -> LegRecord:
         key=plan.key,
         leg=plan.job.leg,
         folder=str(plan.folder.relative_to(plan.run)),
-        argv=tuple("python" if word == sys.executable else word for word in launch.argv),
+        launcher=life.name,
+        argv=tuple("python" if word == sys.executable else word for word in launches[0].argv),
         until_step=plan.job.until_step,
         restore_from=plan.job.restore_from,
         checkpoint_dir=os.path.normpath(plan.job.given.folder),
         sabotage=plan.job.sabotage,
         shared=plan.shared,
-        ranks=tuple(end or RankEnd(exit_code=None, signal=None) for end in life.ends),
+        agents=_known(life.agents),
+        ranks=_known(life.ends),
         first_steps=first,
         last_steps=last,
         fault=_asked(plan, life),
         timed_out=life.timed_out,
         trouble=life.trouble,
+        started_at=started_at.isoformat(timespec="milliseconds"),
         seconds=seconds,
     )
 
 
-def _environment(plan: LegPlan, rank: int) -> dict[str, str]:
-    return {
-        "CONFORMANCE_JOB": str(plan.folder / "job.json"),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(plan.job.world_size),
-    }
+def _known(ends: Sequence[RankEnd | None]) -> tuple[RankEnd, ...]:
+    return tuple(end or RankEnd(exit_code=None, signal=None) for end in ends)
 
 
-def _watch(plan: LegPlan, life: _Life, hosts: Hosts, deadline: float) -> None:
+def _live(plan: LegPlan, life: _Life, leg: RunningLeg, launcher: Launcher) -> None:
+    """Follow a leg until nothing of it is alive, however this ends."""
+    life.name, life.agents = leg.name, [None] * len(leg.agents)
+    try:
+        _watch(plan, life, leg, launcher)
+    finally:
+        # A warm server that is gone took its ranks along, but not what these left behind.
+        with contextlib.suppress(HostError):
+            leg.strike(range(plan.job.world_size), signal.SIGKILL)
+        left = leg.clear()
+    if left and not life.reached and not life.timed_out:
+        life.trouble = f"processes {left} were left behind; they are killed now"
+
+
+def _watch(plan: LegPlan, life: _Life, leg: RunningLeg, launcher: Launcher) -> None:
     """Follow the ranks until all are dead; act at the fault, and at the limit."""
+    begun = time.monotonic()
+    limits = [
+        plan.limit_seconds,
+        plan.limit_seconds + _DUMP_SECONDS,
+        plan.limit_seconds + _DUMP_SECONDS + _DEATH_SECONDS,
+    ]
     acted = False
     while True:
-        life.ends = [end or rank.poll() for end, rank in zip(life.ends, life.ranks, strict=True)]
-        if all(life.ends):
+        life.ends = _poll(life.ends, leg.ranks)
+        life.agents = _poll(life.agents, leg.agents)
+        if all(life.ends) and all(life.agents):
             return
-        if plan.job.fault is not None and plan.job.fault.kind in _SIGNALS and not acted:
-            life.reached = tuple(rank for rank in range(len(life.ranks)) if _is_paused(plan, rank))
-            if len(life.reached) == len(life.ranks):
-                acted = True
-                _signal_all(plan, life, _SIGNALS[plan.job.fault.kind])
-        if time.monotonic() > deadline:
-            if life.timed_out:
-                raise HostError(f"a rank survives SIGKILL for {_DEATH_SECONDS:g} s")
-            life.timed_out = True
-            deadline += _DEATH_SECONDS
-            for rank in life.ranks:
-                rank.send(signal.SIGKILL)
-        hosts.wait()
+        if not acted and plan.job.fault is not None and plan.job.fault.kind in _SIGNALS:
+            acted = _strike_when_reached(plan, life, leg)
+        if time.monotonic() > begun + limits[0]:
+            del limits[0]
+            if not limits:
+                raise HostError(f"a process survives SIGKILL for {_DEATH_SECONDS:g} s")
+            _end_hanging(plan, life, leg)
+        launcher.wait()
+
+
+def _poll(ends: Sequence[RankEnd | None], processes: Sequence[Rank]) -> list[RankEnd | None]:
+    return [end or process.poll() for end, process in zip(ends, processes, strict=True)]
+
+
+def _strike_when_reached(plan: LegPlan, life: _Life, leg: RunningLeg) -> bool:
+    """Do what the job's fault says once every rank that it waits for is at its place."""
+    fault = plan.job.fault
+    assert fault is not None
+    awaited = fault.is_awaited_by(plan.job.world_size)
+    life.reached = tuple(rank for rank in awaited if _is_paused(plan, rank))
+    if life.reached != awaited:
+        return False
+    struck = fault.strikes(plan.job.world_size, plan.job.nodes)
+    leg.strike(struck, _SIGNALS[fault.kind])
+    if fault.kind == "terminate" or len(struck) < plan.job.world_size:
+        # Who handles the signal, or is spared, goes on from where it waits.
+        (plan.folder / "go").touch()
+    return True
+
+
+def _end_hanging(plan: LegPlan, life: _Life, leg: RunningLeg) -> None:
+    """First have every rank write where it hangs; what is alive after that is killed."""
+    if not life.timed_out:
+        life.timed_out = True
+        leg.dump()
+    else:
+        leg.strike(range(plan.job.world_size), signal.SIGKILL)
 
 
 def _is_paused(plan: LegPlan, rank: int) -> bool:
     return (plan.folder / f"paused_rank_{rank}").exists()
-
-
-def _signal_all(plan: LegPlan, life: _Life, number: signal.Signals) -> None:
-    for rank in life.ranks:
-        rank.send(number)
-    if number != signal.SIGKILL:
-        # One that handles the signal goes on from where it waits.
-        (plan.folder / "go").touch()
 
 
 def _asked(plan: LegPlan, life: _Life) -> AskedFault | None:
@@ -142,7 +189,17 @@ def _asked(plan: LegPlan, life: _Life) -> AskedFault | None:
     reached = life.reached
     if fault.kind == "raise":
         reached = tuple(rank for rank in range(plan.job.world_size) if _raised(plan, rank))
-    return AskedFault(kind=fault.kind, after_step=fault.after_step, moment=fault.moment, reached_by=reached)
+    return AskedFault(
+        kind=fault.kind,
+        after_step=fault.after_step,
+        moment=fault.moment,
+        rank=fault.rank,
+        operation=fault.operation,
+        victims=fault.victims,
+        awaited=fault.is_awaited_by(plan.job.world_size),
+        struck=fault.strikes(plan.job.world_size, plan.job.nodes),
+        reached_by=reached,
+    )
 
 
 def _raised(plan: LegPlan, rank: int) -> bool:
@@ -167,12 +224,12 @@ def _trouble(plan: LegPlan, life: _Life) -> str | None:
         try:
             events = read_events(plan.folder / f"events_rank_{rank}.jsonl", rank)
         except EvidenceError as error:
-            return f"{error}; {_log_tail(plan)}"
+            return f"{error}; {_log_tail(plan, rank)}"
         told = [str(event.data.get("message")) for event in events if event.kind == "trouble"]
         if told or (end is not None and end.exit_code == TROUBLE_EXIT):
-            return told[0] if told else f"rank {rank} ended with {TROUBLE_EXIT}; {_log_tail(plan)}"
+            return told[0] if told else f"rank {rank} ended with {TROUBLE_EXIT}; {_log_tail(plan, rank)}"
         if not any(event.kind == "start" for event in events):
-            return f"rank {rank} never said that it started; {_log_tail(plan)}"
+            return f"rank {rank} never said that it started; {_log_tail(plan, rank)}"
     return None
 
 
@@ -191,6 +248,8 @@ def _steps(plan: LegPlan) -> tuple[tuple[int | None, ...], tuple[int | None, ...
 
 
 def _store_listing(plan: LegPlan, name: str) -> None:
+    if not plan.listed:
+        return
     (plan.folder / name).write_text(json.dumps(take_listing(plan.disk), indent=0), encoding="utf-8")
 
 
@@ -200,7 +259,10 @@ def _store_pointer(plan: LegPlan) -> None:
         shutil.copyfile(pointer, plan.folder / "pointer_after.txt")
 
 
-def _log_tail(plan: LegPlan) -> str:
-    log = plan.folder / _LOG_NAME
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    return "last lines of its log: " + " | ".join(lines[-3:]) if lines else "it wrote no log"
+def _log_tail(plan: LegPlan, rank: int) -> str:
+    """What a rank said last; where it said nothing, what started it."""
+    for log in (rank_log(plan.folder, rank), *sorted(plan.folder.glob("log_agent_*.txt"))):
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        if lines:
+            return f"last lines of {log.name}: " + " | ".join(lines[-3:])
+    return "it wrote no log"

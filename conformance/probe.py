@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -43,6 +44,8 @@ class Probe:
         self.folder = folder
         self.rank = rank
         self._begun = time.monotonic()
+        # A save in the background tells too.
+        self._lock = threading.Lock()
         self._events = (folder / f"events_rank_{rank}.jsonl").open("a", encoding="utf-8")
         self._steps = folder / f"trajectory_rank_{rank}.jsonl"
 
@@ -59,12 +62,14 @@ class Probe:
         ``start`` versions · ``built`` buckets (before anything is restored) · ``callbacks`` names · ``log`` level, logger,
         message · ``begin`` global_step, epoch, start_epoch, start_step, buckets · ``restored`` global_step, epoch, path, lrs,
         buckets · ``saved`` global_step, epoch, directory, save_async, buckets · ``error`` class, bases, message · ``end``
-        global_step, epoch, buckets · ``value`` name, value · ``trouble`` message (the leg itself is broken, not the trainer)
-        · ``sabotage_fired`` id. ``buckets`` is bucket -> entry -> text, see :func:`describe`.
+        global_step, epoch, buckets · ``value`` name, value · ``operation`` save, number, what, where · ``trouble`` message (the
+        leg itself is broken, not the trainer) · ``sabotage_fired`` id. ``buckets`` is bucket -> entry -> text, see
+        :func:`describe`.
         """
         line = json.dumps({"kind": kind, "at": round(time.monotonic() - self._begun, 4), **data})
-        self._events.write(line + "\n")
-        self._events.flush()
+        with self._lock:
+            self._events.write(line + "\n")
+            self._events.flush()
 
     def step(
         self,

@@ -1,4 +1,7 @@
-"""Starting ranks and learning how they ended: cold (an interpreter each) or warm (forked from a server)."""
+"""Starting the ranks of a leg and learning how they ended: cold (an interpreter each) or warm (forked from a server).
+
+What starts a leg is a :class:`Launcher`; the one here is :class:`Hosts`, ``st`` has another for torchrun.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from conformance.adapter import Launch
+from conformance.evidence import rank_log
+from conformance.leftovers import SERVER, kill_leftovers, kill_session
 from conformance.results import RankEnd
 
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.004
 # One thread a leg: the machine is shared, and sums in one order keep the bits.
-QUIET = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+# Python's fault handler writes the stacks of all threads when a rank is told to abort, whatever it hangs in.
+QUIET = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 class HostError(RuntimeError):
@@ -37,6 +44,71 @@ class Rank(Protocol):
 
     def send(self, number: signal.Signals) -> None:
         """Signal it, if it lives."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegOrder:
+    """What is to be started: ``launches`` by rank, in ``folder``, as ``nodes`` of equal size."""
+
+    folder: Path
+    launches: tuple[Launch, ...]
+    environment: Mapping[str, str]
+    nodes: int = 1
+
+
+class RunningLeg(Protocol):
+    """A leg that was started: its ranks, and the processes that started them where these live beside them."""
+
+    @property
+    def name(self) -> str:
+        """``warm``, ``cold`` or ``torchrun``."""
+        ...
+
+    @property
+    def ranks(self) -> Sequence[Rank]:
+        """By rank."""
+        ...
+
+    @property
+    def agents(self) -> Sequence[Rank]:
+        """By node; none for a launcher that is no process of the leg."""
+        ...
+
+    def strike(self, ranks: Sequence[int], number: signal.Signals) -> None:
+        """Signal these ranks, and the agents of the nodes that lose all their ranks by it."""
+        ...
+
+    def dump(self) -> None:
+        """Make every living rank write its Python stacks into its log, which ends it."""
+        ...
+
+    def clear(self) -> list[int]:
+        """Kill whatever is left of a leg whose ranks have ended; the process ids that were."""
+        ...
+
+
+class Launcher(Protocol):
+    """What starts legs. Threads may share it."""
+
+    def start(self, order: LegOrder) -> RunningLeg:
+        """Start every rank.
+
+        Raises:
+            HostError: they can't be started.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Wait a moment, at most until something is known."""
+        ...
+
+    def stop(self) -> None:
+        """Kill every running leg, whose thread then comes to its end, and start no other. Any thread may call it."""
+        ...
+
+    def close(self) -> None:
+        """End everything that it has started."""
         ...
 
 
@@ -62,8 +134,8 @@ class ColdRank:
         code = self._process.poll()
         if code is None:
             return None
-        _kill_session(self._pid)
-        return RankEnd(exit_code=code, signal=None) if code >= 0 else _signalled(-code)
+        kill_session(self._pid)
+        return rank_end(code)
 
     def send(self, number: signal.Signals) -> None:
         """Signal it."""
@@ -82,13 +154,11 @@ class WarmRank:
         status = self._host.status_of(self._number)
         if status is None:
             return None
-        if os.WIFSIGNALED(status):
-            return _signalled(os.WTERMSIG(status))
-        return RankEnd(exit_code=os.waitstatus_to_exitcode(status), signal=None)
+        return rank_end(os.waitstatus_to_exitcode(status))
 
     def send(self, number: signal.Signals) -> None:
         """Signal it."""
-        self._host.tell({"signal": self._number, "number": int(number)})
+        self._host.send(self._number, number)
 
 
 class WarmHost:
@@ -98,7 +168,7 @@ class WarmHost:
         """Start the server; the first :meth:`start` waits until it is ready. ``log`` gets what it prints."""
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "conformance.warm_server", module],
+                [sys.executable, "-m", SERVER, module],
                 env={**os.environ, **QUIET},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -146,8 +216,16 @@ class WarmHost:
                 raise self._lost()
             pid = self._pids.pop(number, None) if status is not None else None
         if pid is not None:
-            _kill_session(pid)
+            kill_session(pid)
         return status
+
+    def send(self, number: int, which: signal.Signals) -> None:
+        """Signal a rank, if it lives: at once, not by way of the server, so that it has the signal when this returns."""
+        with self._news:
+            pid = self._pids.get(number)
+            if pid is not None and number not in self._ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, which)
 
     def tell(self, order: Mapping[str, Any]) -> None:
         """Send one order.
@@ -160,7 +238,7 @@ class WarmHost:
             with self._news:
                 self._process.stdin.write(json.dumps(order).encode() + b"\n")
                 self._process.stdin.flush()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: closed from this side
             raise self._lost() from error
 
     def wait(self, seconds: float) -> None:
@@ -174,6 +252,9 @@ class WarmHost:
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+        if not self._ready:
+            # It still imports, so it has no children, and would not hear.
+            self._process.kill()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -208,24 +289,70 @@ class WarmHost:
         return HostError(f"the warm server of {self._module} is gone or does not answer: {' | '.join(lines)}")
 
 
+class _Ranks:
+    """A leg of which nothing but the ranks is a process of its own."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self._folder = name, folder
+        self.is_cleared = False
+        self.ranks: list[Rank] = []
+        self.agents: tuple[Rank, ...] = ()
+
+    def strike(self, ranks: Sequence[int], number: signal.Signals) -> None:
+        for rank in ranks:
+            self.ranks[rank].send(number)
+
+    def dump(self) -> None:
+        for rank in self.ranks:
+            rank.send(signal.SIGABRT)
+
+    def clear(self) -> list[int]:
+        # Each rank leads a session, and what it leaves there is killed when its end is read.
+        self.is_cleared = True
+        return kill_leftovers(self._folder)
+
+
 class Hosts:
-    """What ranks are started by: warm servers by module, each started when it is first needed. Threads may share it."""
+    """A :class:`Launcher`: warm servers by module, each started when it is first needed, or a cold start."""
 
     def __init__(self, folder: Path) -> None:
         """``folder`` gets the servers' logs."""
         self._folder = folder
         self._lock = threading.Lock()
         self._warm: dict[str, WarmHost] = {}
+        self._legs: list[_Ranks] = []
+        self._is_stopped = False
 
-    def start(self, launch: Launch, folder: Path, log: Path, environment: Mapping[str, str]) -> Rank:
-        """Start one rank.
+    def start(self, order: LegOrder) -> RunningLeg:
+        """Start every rank.
 
         Raises:
-            HostError: a warm server that is needed died; the next call starts another.
+            HostError: a warm server that is needed died; the next call starts another. Or several nodes are asked for, or
+                this is stopped.
         """
-        if launch.preload is None:
-            return ColdRank(launch, folder, log, environment)
+        if order.nodes > 1:
+            raise HostError("several nodes need torchrun")
+        leg = _Ranks("cold" if order.launches[0].preload is None else "warm", order.folder)
         with self._lock:
+            self._legs = [*(other for other in self._legs if not other.is_cleared), leg]
+        try:
+            for rank, launch in enumerate(order.launches):
+                own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(order.launches)}
+                environment = {**order.environment, **{name: str(value) for name, value in own.items()}}
+                log = rank_log(order.folder, rank)
+                leg.ranks.append(self._start_rank(launch, order.folder, log, environment))
+        except BaseException:
+            with contextlib.suppress(HostError):
+                leg.strike(range(len(leg.ranks)), signal.SIGKILL)
+            raise
+        return leg
+
+    def _start_rank(self, launch: Launch, folder: Path, log: Path, environment: Mapping[str, str]) -> Rank:
+        with self._lock:
+            if self._is_stopped:
+                raise HostError("no leg is started any more")
+            if launch.preload is None:
+                return ColdRank(launch, folder, log, environment)
             host = self._warm.get(launch.preload)
             if host is None:
                 file = self._folder / f"server-{launch.preload.rpartition('.')[2]}.log"
@@ -248,6 +375,16 @@ class Hosts:
         else:
             time.sleep(_POLL_SECONDS)
 
+    def stop(self) -> None:
+        """Kill every running leg; the servers take theirs along."""
+        with self._lock:
+            self._is_stopped = True
+            legs = list(self._legs)
+        self.close()
+        for leg in legs:
+            with contextlib.suppress(HostError):
+                leg.strike(range(len(leg.ranks)), signal.SIGKILL)
+
     def close(self) -> None:
         """End all servers."""
         with self._lock:
@@ -256,11 +393,8 @@ class Hosts:
             host.close()
 
 
-def _signalled(number: int) -> RankEnd:
-    return RankEnd(exit_code=None, signal=signal.Signals(number).name)
-
-
-def _kill_session(pid: int) -> None:
-    """Kill what a dead rank left behind in its process group: loader workers, say."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+def rank_end(code: int) -> RankEnd:
+    """An exit code, negative for a signal, as a record."""
+    if code >= 0:
+        return RankEnd(exit_code=code, signal=None)
+    return RankEnd(exit_code=None, signal=signal.Signals(-code).name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from conformance.adapter import Adapter, Job
 from conformance.compare import ALL_COLUMNS, bits, cells, show
 from conformance.legs import LegPlan, run_leg
-from conformance.processes import Hosts
+from conformance.processes import Launcher
 from conformance.proof_record import Divergence
 from conformance.record import RecordError, Trajectory, TrajectoryRecord, read_trajectory
 from conformance.results import CalibrationRecord, LegRecord
@@ -39,7 +39,9 @@ class References:
         self._busy: dict[str, threading.Lock] = {}
         self._known: dict[str, Reference] = {}
 
-    def get(self, job: Job, adapter: Adapter, hosts: Hosts, *, calibrate: bool, limit_seconds: float) -> Reference:
+    def get(
+        self, job: Job, adapter: Adapter, launcher: Launcher, *, calibrate: bool, limit_seconds: float
+    ) -> Reference:
         """Return the reference leg of ``job``, run now if it was not before; ``new`` tells its first user."""
         signature = signature_of(job)
         with self._lock:
@@ -49,18 +51,20 @@ class References:
             if known is not None and (known.calibration is not None or not calibrate):
                 return known
             record = (
-                known.record if known is not None else self._run_leg(signature, "a", job, adapter, hosts, limit_seconds)
+                known.record
+                if known is not None
+                else self._run_leg(signature, "a", job, adapter, launcher, limit_seconds)
             )
             calibration = None
             if calibrate:
-                second = self._run_leg(signature, "b", job, adapter, hosts, limit_seconds)
+                second = self._run_leg(signature, "b", job, adapter, launcher, limit_seconds)
                 calibration = self._compare(signature, record, second)
             reference = Reference(record=record, calibration=calibration, new=False)
             self._known[signature] = reference
             return replace(reference, new=True)
 
     def _run_leg(
-        self, signature: str, which: str, job: Job, adapter: Adapter, hosts: Hosts, limit_seconds: float
+        self, signature: str, which: str, job: Job, adapter: Adapter, launcher: Launcher, limit_seconds: float
     ) -> LegRecord:
         folder = self._run / "references" / signature / which
         plan = LegPlan(
@@ -72,7 +76,7 @@ class References:
             limit_seconds=limit_seconds,
             shared=True,
         )
-        return run_leg(plan, adapter, hosts)
+        return run_leg(plan, adapter, launcher)
 
     def _compare(self, signature: str, first: LegRecord, second: LegRecord) -> CalibrationRecord:
         folders = (first.folder, second.folder)

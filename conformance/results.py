@@ -17,7 +17,7 @@ from conformance import serial
 from conformance.proof_record import Divergence
 from conformance.record import RecordError
 
-SCHEMA = "hyper_resume.results/1"
+SCHEMA = "hyper_resume.results/2"
 FILE_NAME = "results.jsonl"
 SCHEMA_FILE = Path(__file__).with_name("schema") / "results.schema.json"
 
@@ -39,7 +39,7 @@ BLAMES = (*BUCKETS, "stateful", "storage", "policy", "config")
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderRecord:
-    """The run: who judged whom, with what."""
+    """The run: who judged whom, with what. ``source`` is the commit of the checkout, with ``+`` when files differ from it."""
 
     schema: str
     run_id: str
@@ -47,6 +47,7 @@ class HeaderRecord:
     adapter: str
     versions: Mapping[str, str]
     system: str
+    source: str
     argv: tuple[str, ...]
     started_at: str
 
@@ -85,33 +86,48 @@ class RankEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class AskedFault:
-    """The fault that a leg was asked to meet, and whether every rank waited at (or raised at) that very place."""
+    """The fault that a leg was asked to meet, and which ranks waited at (or raised at) that very place.
+
+    ``awaited`` are those that had to; ``struck`` the ranks that it was done to. ``rank`` and ``operation`` place a
+    ``file_operation``.
+    """
 
     kind: Literal["kill", "terminate", "raise"]
     after_step: int
     moment: str
+    rank: int | None
+    operation: int | None
+    victims: str
+    awaited: tuple[int, ...]
+    struck: tuple[int, ...]
     reached_by: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LegRecord:
-    """One leg's life. ``folder`` is relative to the run's; steps are by rank, None where a rank finished none."""
+    """One leg's life. ``folder`` is relative to the run's; steps are by rank, None where a rank finished none.
+
+    ``launcher`` is what started its ranks, ``agents`` how that ended itself where it is a process (torchrun: one a node).
+    """
 
     key: str
     leg: str
     folder: str
+    launcher: str
     argv: tuple[str, ...]
     until_step: int | None
     restore_from: str | None
     checkpoint_dir: str
     sabotage: str | None
     shared: bool
+    agents: tuple[RankEnd, ...]
     ranks: tuple[RankEnd, ...]
     first_steps: tuple[int | None, ...]
     last_steps: tuple[int | None, ...]
     fault: AskedFault | None
     timed_out: bool
     trouble: str | None
+    started_at: str
     seconds: float
 
 
@@ -169,6 +185,31 @@ class ResultRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KillRecord:
+    """One kill of many: of a soak, or a point of a crash sweep. ``key`` is that of the soak's or sweep's result.
+
+    ``what`` is the file operation in words; ``last_step`` the last step that all ranks had finished; ``resumed_at`` what the
+    next leg restored (0: nothing), ``lost_steps`` the difference.
+    """
+
+    key: str
+    number: int
+    mode: str
+    moment: str
+    step: int
+    rank: int | None
+    operation: int | None
+    what: str | None
+    victims: str
+    last_step: int | None
+    resumed_at: int | None
+    lost_steps: int | None
+    outcome: Outcome
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class SabotageRecord:
     """Did the suite notice a defect that was put in on purpose? ``outcomes`` is by case."""
 
@@ -195,7 +236,7 @@ class FooterRecord:
 
 Record: TypeAlias = (
     "HeaderRecord | CaseRecord | CalibrationRecord | LegRecord | FaultRecord | LookRecord | ResultRecord"
-    " | SabotageRecord | FooterRecord"
+    " | KillRecord | SabotageRecord | FooterRecord"
 )
 KINDS: Mapping[str, type[Any]] = types.MappingProxyType(
     {
@@ -206,6 +247,7 @@ KINDS: Mapping[str, type[Any]] = types.MappingProxyType(
         "fault": FaultRecord,
         "look": LookRecord,
         "result": ResultRecord,
+        "kill": KillRecord,
         "sabotage": SabotageRecord,
         "footer": FooterRecord,
     }
@@ -265,14 +307,23 @@ def read_results(folder: Path) -> Results:
         raise RecordError(f"{path}: missing; this is no results folder") from error
     if lines.pop() != "":
         raise RecordError(f"{path}: the last line is torn, so this is no report")
+    _require_schema(lines[0] if lines else "", path)
     records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     if not records or not isinstance(records[0], HeaderRecord):
         raise RecordError(f"{path}: the first record is no header")
     if not isinstance(records[-1], FooterRecord):
         raise RecordError(f"{path}: no footer, so the run did not come to its end and this is no report")
-    if records[0].schema != SCHEMA:
-        raise RecordError(f"{path}: schema is {records[0].schema!r}, this version reads {SCHEMA!r}")
     return Results(header=records[0], footer=records[-1], records=tuple(records[1:-1]))
+
+
+def _require_schema(line: str, path: Path) -> None:
+    """Refuse another version before its fields are looked at, which may be others."""
+    try:
+        schema = json.loads(line).get("schema", SCHEMA)
+    except (ValueError, AttributeError):
+        return
+    if schema != SCHEMA:
+        raise RecordError(f"{path}: schema is {schema!r}, this version reads {SCHEMA!r}; run it again")
 
 
 def _parse(line: str, where: str) -> Record:

@@ -18,7 +18,7 @@ from conformance.faults import FAULTS, Disk, FaultError, strike
 from conformance.given import complete, merge
 from conformance.judge import Verdict, judge
 from conformance.legs import LegPlan, run_leg
-from conformance.processes import Hosts
+from conformance.processes import Launcher
 from conformance.references import References
 from conformance.results import (
     CalibrationRecord,
@@ -60,7 +60,14 @@ class Runner:
     """Runs cases against one trainer into one run's folder. Threads may share it."""
 
     def __init__(
-        self, adapter: Adapter, run: Path, *, device: str = "cpu", keep: bool = False, extra: str = ""
+        self,
+        adapter: Adapter,
+        run: Path,
+        *,
+        device: str = "cpu",
+        keep: bool = False,
+        command: str = "python -m conformance run --case",
+        extra: str = "",
     ) -> None:
         """Set up.
 
@@ -69,6 +76,7 @@ class Runner:
             run: the run's folder.
             device: given to every case.
             keep: keep the checkpoints of cases that passed too.
+            command: what runs a case again when its id is put behind it.
             extra: what reproduction lines repeat of the command line (``--platform cuda1``).
         """
         self.adapter = adapter
@@ -76,15 +84,25 @@ class Runner:
         self.description: Description = adapter.describe()
         self._device = device
         self._keep = keep
+        self._command = command
         self._extra = extra
         self._references = References(run)
 
-    def run_case(self, case: Case, hosts: Hosts, *, sabotage: str | None = None, repeat: int = 0) -> CaseRun:
+    def run_case(
+        self,
+        case: Case,
+        launcher: Launcher,
+        *,
+        aside: Launcher | None = None,
+        sabotage: str | None = None,
+        repeat: int = 0,
+    ) -> CaseRun:
         """Run and judge one case.
 
         Args:
             case: what to do.
-            hosts: what processes are started by.
+            launcher: what starts the legs.
+            aside: what starts the references and what is done between legs; the same where none is named.
             sabotage: a defect to put into every leg but the references.
             repeat: a number that tells repeats of the same case apart; 0 for the first.
         """
@@ -99,7 +117,8 @@ class Runner:
         else:
             progress.folder.mkdir(parents=True)
             for place, step in enumerate(case.script):
-                self._do(case, place, step, progress, hosts, sabotage)
+                by = launcher if isinstance(step, LegStep) and step.role != "reference" else aside or launcher
+                self._do(case, place, step, progress, by, sabotage)
             verdict = judge(case, evidence_of(self.run, list(progress.legs.values()), progress))
             if verdict.outcome == "pass" and not self._keep:
                 shutil.rmtree(progress.folder / "disk", ignore_errors=True)
@@ -127,9 +146,8 @@ class Runner:
         return ", ".join([*lacking, *(f"device {device}" for device in sorted(devices))])
 
     def _reproduce(self, case: Case, sabotage: str | None) -> str:
-        words = ["python", "-m", "conformance", "run", "--case", case.id]
-        words += ["--sabotage", sabotage] if sabotage else []
-        return shlex.join(words) + f"{self._extra} --keep"
+        words = [case.id, "--sabotage", sabotage] if sabotage else [case.id]
+        return f"{self._command} {shlex.join(words)}{self._extra} --keep"
 
     # ---- steps of the script --------------------------------------------------------------------------------------
 
@@ -139,29 +157,31 @@ class Runner:
         place: int,
         step: LegStep | FaultStep | LookStep,
         progress: _Progress,
-        hosts: Hosts,
+        launcher: Launcher,
         sabotage: str | None,
     ) -> None:
         if isinstance(step, LegStep):
             if step.role == "reference":
-                self._reference(case, step, progress, hosts)
+                self._reference(case, step, progress, launcher)
             else:
-                self._leg(case, step, progress, hosts, sabotage)
+                self._leg(case, step, progress, launcher, sabotage)
         elif isinstance(step, FaultStep):
-            progress.faults.append(self._fault(case, place, step, progress, hosts))
+            progress.faults.append(self._fault(case, place, step, progress, launcher))
         else:
-            progress.looks[step.name] = self._look(case, place, step, progress, hosts)
+            progress.looks[step.name] = self._look(case, place, step, progress, launcher)
 
-    def _leg(self, case: Case, step: LegStep, progress: _Progress, hosts: Hosts, sabotage: str | None) -> None:
+    def _leg(self, case: Case, step: LegStep, progress: _Progress, launcher: Launcher, sabotage: str | None) -> None:
         job = to_job(case, step, sabotage=sabotage, checkpoint_dir=_checkpoint_dir(case.leg_given(step).folder))
         plan = self._plan(progress, f"legs/{step.leg}", job, step.limit_seconds)
-        progress.legs[step.leg] = run_leg(plan, self.adapter, hosts)
+        progress.legs[step.leg] = run_leg(plan, self.adapter, launcher)
 
-    def _reference(self, case: Case, step: LegStep, progress: _Progress, hosts: Hosts) -> None:
+    def _reference(self, case: Case, step: LegStep, progress: _Progress, launcher: Launcher) -> None:
         job = to_job(case, step, sabotage=None, checkpoint_dir=_checkpoint_dir(case.leg_given(step).folder))
         job = replace(job, leg="reference")
         judged = any(row.parameters.get("against") == step.leg for row in case.expect)
-        reference = self._references.get(job, self.adapter, hosts, calibrate=judged, limit_seconds=step.limit_seconds)
+        reference = self._references.get(
+            job, self.adapter, launcher, calibrate=judged, limit_seconds=step.limit_seconds
+        )
         progress.legs[step.leg] = replace(reference.record, key=progress.key, leg=step.leg)
         if reference.calibration is not None:
             progress.calibrations[step.leg] = reference.calibration
@@ -178,27 +198,27 @@ class Runner:
             limit_seconds=limit_seconds,
         )
 
-    def _fault(self, case: Case, place: int, step: FaultStep, progress: _Progress, hosts: Hosts) -> FaultRecord:
+    def _fault(self, case: Case, place: int, step: FaultStep, progress: _Progress, launcher: Launcher) -> FaultRecord:
         disk = self._disk(case, progress)
         asked = {"fault": step.fault, **to_plain(dict(step.parameters))}
         try:
             if FAULTS.entries[step.fault].marks.get("by_trainer"):
-                done = self._edit(case, place, step, progress, hosts)
+                done = self._edit(case, place, step, progress, launcher)
             else:
                 done = strike(step.fault, step.parameters, disk)
         except FaultError as error:
             return FaultRecord(key=progress.key, place=place, asked=asked, fired=False, observed=(str(error),))
         return FaultRecord(key=progress.key, place=place, asked=asked, fired=True, observed=tuple(done))
 
-    def _edit(self, case: Case, place: int, step: FaultStep, progress: _Progress, hosts: Hosts) -> list[str]:
+    def _edit(self, case: Case, place: int, step: FaultStep, progress: _Progress, launcher: Launcher) -> list[str]:
         edit = {"kind": step.fault, **to_plain(dict(step.parameters))}
         job = replace(self._side_job(case), task="edit", edit=edit)
-        return [str(told) for told in self._side(place, "edit", job, progress, hosts)]
+        return [str(told) for told in self._side(place, "edit", job, progress, launcher)]
 
-    def _look(self, case: Case, place: int, step: LookStep, progress: _Progress, hosts: Hosts) -> LookRecord:
+    def _look(self, case: Case, place: int, step: LookStep, progress: _Progress, launcher: Launcher) -> LookRecord:
         job = replace(self._side_job(case), task="look", step=step.look)
         try:
-            found: Any = self._side(place, "look", job, progress, hosts)[0]
+            found: Any = self._side(place, "look", job, progress, launcher)[0]
         except FaultError as error:
             return LookRecord(key=progress.key, name=step.name, step=step.look, found={}, problem=str(error))
         return LookRecord(key=progress.key, name=step.name, step=step.look, found=found, problem=None)
@@ -207,14 +227,14 @@ class Runner:
         given = complete(case.given, case.where)
         return Job(task="look", leg="side", checkpoint_dir=_checkpoint_dir(given.folder), world_size=1, given=given)
 
-    def _side(self, place: int, task: str, job: Job, progress: _Progress, hosts: Hosts) -> list[Any]:
+    def _side(self, place: int, task: str, job: Job, progress: _Progress, launcher: Launcher) -> list[Any]:
         """Have the trainer's own code do something with the checkpoint directory; what it told as values.
 
         Raises:
             FaultError: it could not.
         """
         plan = self._plan(progress, f"legs/{place}-{task}", job, _EDIT_SECONDS)
-        record = run_leg(plan, self.adapter, hosts)
+        record = run_leg(plan, self.adapter, launcher)
         try:
             events = read_events(plan.folder / "events_rank_0.jsonl", 0)
         except EvidenceError as error:
@@ -243,7 +263,9 @@ def needs_of(case: Case) -> tuple[str, ...]:
         if leg.restore_from is not None:
             needs.add("resume.latest" if leg.restore_from.lower() == "latest" else "resume.path")
         if leg.fault is not None:
-            needs.add("fault.pause")
+            needs.add("fault.file_operation" if leg.fault.moment == "file_operation" else "fault.pause")
+        if case.leg_given(leg).config is not None:
+            needs.add("given.config")
     for step in case.script:
         if isinstance(step, LookStep):
             needs.add("disk.look")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform as machine
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +16,13 @@ from pathlib import Path
 from conformance.adapter import Adapter
 from conformance.case import Case
 from conformance.platforms import Platform
-from conformance.processes import Hosts
+from conformance.processes import Hosts, Launcher
 from conformance.results import (
     OUTCOMES,
     SCHEMA,
     FooterRecord,
     HeaderRecord,
+    Record,
     ResultRecord,
     ResultsWriter,
     SabotageRecord,
@@ -38,6 +41,24 @@ class Work:
     repeat: int = 0
 
 
+def source_version() -> str:
+    """The commit of this checkout, with ``+`` behind it when files differ from it; empty where there is no git."""
+    here = Path(__file__).resolve().parent
+    told = []
+    for words in (["rev-parse", "HEAD"], ["status", "--porcelain"]):
+        try:
+            done = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=True, timeout=20)
+        except (OSError, subprocess.SubprocessError):
+            return ""
+        told.append(done.stdout.strip())
+    return told[0] + ("+" if told[1] else "")
+
+
+def warm_only(folder: Path) -> Mapping[str, Launcher]:
+    """The launchers of the matrix: every leg is forked from a process that has the trainer imported."""
+    return {"warm": Hosts(folder)}
+
+
 class Session:
     """A run with its folder, its records and its threads. Use it as a context manager."""
 
@@ -50,21 +71,37 @@ class Session:
         jobs: int = 2,
         keep: bool = False,
         argv: Sequence[str] = (),
+        command: str = "python -m conformance run --case",
+        launchers: Callable[[Path], Mapping[str, Launcher]] = warm_only,
         tell: Callable[[ResultRecord], None] = lambda result: None,
     ) -> None:
-        """Begin the run in ``folder`` (made; it must hold no results yet). ``tell`` is called with each result, in order."""
+        """Begin the run in ``folder``, which is made; it must hold no results yet.
+
+        Args:
+            adapter: the trainer.
+            folder: of this run.
+            platform: what the run is for; None for the CPU.
+            jobs: cases at a time.
+            keep: keep the checkpoints of cases that passed too.
+            argv: the command line, for the records.
+            command: what runs a case again when its id is put behind it.
+            launchers: makes what starts legs, by name, for a run's folder. ``warm`` must be there; a case whose own is not
+                is started by that too.
+            tell: called with each result, in order.
+        """
         self.folder = folder.resolve()
         self._writer = ResultsWriter(self.folder)
         extra = f" --platform {platform.id}" if platform else ""
         device = platform.device if platform else "cpu"
-        self._runner = Runner(adapter, self.folder, device=device, keep=keep, extra=extra)
+        self._runner = Runner(adapter, self.folder, device=device, keep=keep, command=command, extra=extra)
         self._tell = tell
         self._platform = platform
         self._begun = time.monotonic()
-        self._hosts = Hosts(self.folder)
+        self.launchers = launchers(self.folder)
         self._pool = ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="conformance")
         self.results: list[ResultRecord] = []
         self.sabotages: list[SabotageRecord] = []
+        self._is_stopped = False
         self._writer.write([self._header(argv)])
 
     def _header(self, argv: Sequence[str]) -> HeaderRecord:
@@ -75,7 +112,8 @@ class Session:
             platform=self._platform.id if self._platform else "all",
             adapter=described.name,
             versions={"python": machine.python_version(), **described.versions},
-            system=f"{machine.system()} {machine.machine()}",
+            system=f"{machine.system()} {machine.machine()}, {os.cpu_count()} CPUs",
+            source=source_version(),
             argv=tuple(argv),
             started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -84,26 +122,50 @@ class Session:
         """Itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the processes and the file; without :meth:`finish` there is no footer, so no report."""
+        if kind is not None:
+            self.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._hosts.close()
+        for launcher in self.launchers.values():
+            launcher.close()
         self._writer.close()
 
     def run(self, work: Sequence[Work]) -> list[ResultRecord]:
         """Run all of ``work``; each one's records are written together, in the order of ``work``."""
         futures: list[Future[CaseRun]] = [self._pool.submit(self._run_one, item) for item in work]
         results = []
-        for future in futures:
-            done = future.result()
-            self._writer.write(done.records)
-            self._tell(done.result)
-            results.append(done.result)
+        try:
+            for future in futures:
+                done = future.result()
+                self._writer.write(done.records)
+                self._tell(done.result)
+                results.append(done.result)
+        except (KeyboardInterrupt, SystemExit):
+            self.stop()
+            raise
         self.results += results
         return results
 
+    def stop(self) -> None:
+        """Break the run off: kill every running leg, which would go on to its limit, and start no other. No footer is written
+        then: what was broken off is no report.
+        """
+        self._is_stopped = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for launcher in self.launchers.values():
+            launcher.stop()
+
     def _run_one(self, item: Work) -> CaseRun:
-        return self._runner.run_case(item.case, self._hosts, sabotage=item.sabotage, repeat=item.repeat)
+        warm = self.launchers["warm"]
+        launcher = self.launchers.get(item.case.launcher, warm)
+        return self._runner.run_case(item.case, launcher, aside=warm, sabotage=item.sabotage, repeat=item.repeat)
+
+    def add(self, records: Sequence[Record], result: ResultRecord) -> None:
+        """Take in what was run by other means than cases: its records, and what they come to."""
+        self._writer.write([*records, result])
+        self._tell(result)
+        self.results.append(result)
 
     def add_sabotages(self, records: Sequence[SabotageRecord]) -> None:
         """Write what came of the sabotages."""
@@ -113,7 +175,8 @@ class Session:
     def finish(self, missing: Sequence[str] = ()) -> FooterRecord:
         """Write the footer. ``missing`` are ids that the platform requires and no case has."""
         footer = make_footer(self.results, self.sabotages, missing, seconds=time.monotonic() - self._begun)
-        self._writer.write([footer])
+        if not self._is_stopped:
+            self._writer.write([footer])
         return footer
 
 

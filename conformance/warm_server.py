@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -124,6 +125,7 @@ def _become_leg(module: Any, order: Mapping[str, Any]) -> NoReturn:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.closerange(3, 64)
+        faulthandler.enable()
         os.environ.update(order["environment"])
         os.chdir(order["folder"])
         sys.argv = [module.__name__, *order["arguments"]]

@@ -1,4 +1,5 @@
-"""This library as a trainer under test. Imports neither torch nor hyper_resume: what trains is in hyper_resume_leg.py."""
+"""This library as a trainer under test. Imports neither torch nor hyper_resume: what trains is in hyper_resume_leg.py
+and, from a configuration, hyper_resume_text.py."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from pathlib import Path
 from conformance.adapter import ABILITIES, Description, Job, Launch
 
 LEG_MODULE = "conformance.adapters.hyper_resume_leg"
-_VERSIONS = ("hyper_resume", "torch", "numpy")
+TEXT_MODULE = "conformance.adapters.hyper_resume_text"
+# No rank leaves the machine, or asks the network for a model.
+_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+_VERSIONS = ("hyper_resume", "torch", "numpy", "transformers")
 
 
 class HyperResumeAdapter:
@@ -23,11 +27,8 @@ class HyperResumeAdapter:
 
     def launch(self, job: Job, rank: int) -> Launch:
         """The same for every rank: rank and world come by the environment."""
-        return Launch(
-            argv=(sys.executable, "-m", LEG_MODULE),
-            environment={"GLOO_SOCKET_IFNAME": "lo"},
-            preload=LEG_MODULE,
-        )
+        module = LEG_MODULE if job.given.config is None else TEXT_MODULE
+        return Launch(argv=(sys.executable, "-m", module), environment=_ENVIRONMENT, preload=module)
 
     def collect(self, job: Job, folder: Path) -> None:
         """Nothing to do: the leg writes records itself."""

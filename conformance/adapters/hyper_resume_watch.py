@@ -11,7 +11,7 @@ from hyper_resume.checkpoint import layout
 from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback, TrainerState
 
 if TYPE_CHECKING:
-    from conformance.adapters.hyper_resume_leg import Leg
+    from conformance.adapters.hyper_resume_telling import Teller
 
 # A held save gives up after so long: training stands still, so what it waits for will not come.
 _HOLD_SECONDS = 4.0
@@ -20,7 +20,7 @@ _LINGER_SECONDS = 0.2
 _POLL_SECONDS = 0.002
 
 
-def hold_saves(leg: Leg) -> None:
+def hold_saves(leg: Teller) -> None:
     """Let a save in the background become visible late, and tell how it went (see ``given.hold_saves``)."""
     original = layout.commit
 
@@ -40,7 +40,7 @@ def hold_saves(leg: Leg) -> None:
     layout.commit = commit
 
 
-def _has_moved_on(leg: Leg, step: int) -> bool:
+def _has_moved_on(leg: Teller, step: int) -> bool:
     trained: int = leg.trainer.state.global_step
     return leg.is_over.is_set() or trained >= step + leg.given.hold_saves
 
@@ -48,7 +48,7 @@ def _has_moved_on(leg: Leg, step: int) -> bool:
 class WatchedCheckpointer:
     """Passes every call on, and tells of saves and loads with the state as it is at the call."""
 
-    def __init__(self, inner: Any, leg: Leg) -> None:
+    def __init__(self, inner: Any, leg: Teller) -> None:
         """Stand before ``inner``."""
         self._inner, self._leg = inner, leg
         self.loaded_from: str | None = None
@@ -56,6 +56,7 @@ class WatchedCheckpointer:
     def save(self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False) -> None:
         """Save, and tell."""
         found = self._leg.buckets()
+        self._leg.stops.begin_save(global_step)
         self._inner.save(path, state, global_step=global_step, save_async=save_async)
         self._leg.probe.event(
             "saved",
@@ -80,7 +81,7 @@ class WatchedCheckpointer:
 class BeforeSaves(Callback):
     """Runs before the checkpointer in every hook."""
 
-    def __init__(self, trainer: Any, leg: Leg) -> None:
+    def __init__(self, trainer: Any, leg: Teller) -> None:
         """Tell through ``leg``."""
         super().__init__(trainer)
         self._leg = leg
@@ -101,7 +102,7 @@ class BeforeSaves(Callback):
 class AfterSaves(Callback):
     """Runs after the checkpointer in every hook."""
 
-    def __init__(self, trainer: Any, leg: Leg) -> None:
+    def __init__(self, trainer: Any, leg: Teller) -> None:
         """Tell through ``leg``."""
         super().__init__(trainer)
         self._leg = leg

@@ -1,6 +1,17 @@
 """All checks. A module that defines some is imported here, which files them in the registry."""
 
-from conformance.checks import endings, ordering, restoring, saving, trajectories
+from conformance.checks import endings, ordering, printing, ranks, restoring, saving, trajectories
 from conformance.checks.outcome import CHECKS, CheckOutcome, run_check
 
-__all__ = ["CHECKS", "CheckOutcome", "endings", "ordering", "restoring", "run_check", "saving", "trajectories"]
+__all__ = [
+    "CHECKS",
+    "CheckOutcome",
+    "endings",
+    "ordering",
+    "printing",
+    "ranks",
+    "restoring",
+    "run_check",
+    "saving",
+    "trajectories",
+]

@@ -6,21 +6,35 @@ from typing import Any, Literal
 
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
 from conformance.evidence import Evidence, EvidenceError, LegEvidence
+from conformance.results import RankEnd
 
 
 @CHECKS.register(needs=("fault.pause",))
 def fault_fired(evidence: Evidence, *, leg: str, signal: str | None = "SIGKILL") -> CheckOutcome:
-    """Every rank was at the fault's place, and every rank died of this very signal (nothing: of a raised error)."""
+    """Who had to be at the fault's place was, and every victim died of this very signal (nothing: of a raised error).
+
+    Where all ranks are killed, whatever process started them died of it too; who was spared ended with an error.
+    """
     found = evidence.leg(leg)
     fault = found.record.fault
     if fault is None:
         raise EvidenceError(f"leg {leg} has no fault")
-    reached = set(fault.reached_by) == set(range(len(found.record.ranks)))
-    ends = [end.signal if end.signal else f"exit code {end.exit_code}" for end in found.record.ranks]
-    if not reached:
+    ends = [_end(end) for end in found.record.ranks]
+    if fault.reached_by != fault.awaited:
         raise EvidenceError(f"the fault did not fire: reached by ranks {list(fault.reached_by)}, ended with {ends}")
-    right = all(end == signal for end in ends) if signal else all(end.exit_code for end in found.record.ranks)
-    return verdict(right, expected=f"every rank: {signal or 'a non-zero exit'}", observed=", ".join(ends), blames=None)
+    struck = [found.record.ranks[rank] for rank in fault.struck]
+    spared = [end for rank, end in enumerate(found.record.ranks) if rank not in fault.struck]
+    # One that is told to end politely ends its ranks, and then itself with an error.
+    struck += found.record.agents if not spared and signal == "SIGKILL" else ()
+    right = all(end.signal == signal for end in struck) if signal else all(end.exit_code for end in struck)
+    right = right and all(end.exit_code != 0 for end in spared)
+    wanted = f"ranks {list(fault.struck)}: {signal or 'a non-zero exit'}" + ("; the others an error" if spared else "")
+    agents = "".join(f"; launcher {_end(end)}" for end in found.record.agents)
+    return verdict(right, expected=wanted, observed=", ".join(ends) + agents, blames=None)
+
+
+def _end(end: RankEnd) -> str:
+    return end.signal or f"exit code {end.exit_code}"
 
 
 @CHECKS.register()

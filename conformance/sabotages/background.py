@@ -19,15 +19,18 @@ def _async_save_writes_live_tensors(put: Saboteur) -> None:
     def later(original: Any, payload: Any, **how: Any) -> Any:
         from concurrent.futures import ThreadPoolExecutor
 
+        import torch.distributed as dist
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        watched = next(iter(payload["model"].values()))
-        before = watched.detach().clone()
-        where = how["checkpoint_id"]
+        watched = next(iter(payload["model"].values())).detach()
+        # Of several ranks each watches its own shard.
+        watched = watched.to_local() if hasattr(watched, "to_local") else watched
+        before = watched.clone()
+        where, group = how["checkpoint_id"], how.get("process_group")
 
         def write() -> Any:
             _until(lambda: not bool((watched == before).all()))
-            return save(payload, checkpoint_id=where, no_dist=True)
+            return save(payload, checkpoint_id=where, process_group=group, no_dist=not dist.is_initialized())
 
         return ThreadPoolExecutor(max_workers=1).submit(write)
 

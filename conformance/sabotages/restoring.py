@@ -34,3 +34,27 @@ def _start_step_off_by_one(put: Saboteur) -> None:
         return epoch, step + 1
 
     put.replace(f"{_PAYLOAD}:resume_point", resume_point)
+
+
+@sabotage("epoch-not-restored")
+def _epoch_not_restored(put: Saboteur) -> None:
+    """The step within the epoch is right, and the epoch is the first one again."""
+
+    def resume_point(original: Any, trainer: Any, *, positioned: bool) -> tuple[int, int]:
+        epoch, step = original(trainer, positioned=positioned)
+        if epoch:
+            put.fired()
+        return 0, step
+
+    put.replace(f"{_PAYLOAD}:resume_point", resume_point, fires=False)
+
+
+@sabotage("load-writes-a-mark")
+def _load_writes_a_mark(put: Saboteur) -> None:
+    def load(original: Any, storage: Any, path: str, state: Any, **options: Any) -> Any:
+        from pathlib import Path
+
+        (Path(path) / "restored").touch()
+        return original(storage, path, state, **options)
+
+    put.replace("hyper_resume.checkpoint.dcp:DistributedCheckpointer.load", load)

@@ -7,6 +7,13 @@ from typing import Any
 from conformance.sabotage import Saboteur, sabotage
 
 _PAYLOAD = "hyper_resume.trainer.payload"
+_CALLBACK_MODULE = "hyper_resume.trainer.callbacks.checkpointer"
+_CALLBACK = f"{_CALLBACK_MODULE}:CheckpointerCallback"
+_STORAGE = "hyper_resume.checkpoint.dcp:DistributedCheckpointer"
+_EXTRA = "hyper_resume.checkpoint.extra_state"
+_TENSOR_PARALLEL = "hyper_resume.parallel.tensor_parallel"
+# The one of several ranks that a defect strikes; there is one in every job of more than one.
+_STRUCK = 1
 
 
 @sabotage("streams-of-rank-0-for-all")
@@ -30,3 +37,96 @@ def _muon_momentum_left_behind(put: Saboteur) -> None:
                     entries["momentum_buffer"].zero_()
 
     put.replace(f"{_PAYLOAD}:apply_optimizers", apply, fires=False)
+
+
+@sabotage("moments-lost-on-one-rank")
+def _moments_lost_on_one_rank(put: Saboteur) -> None:
+    def apply(original: Any, optimizers: Any, names: Any, loaded: Any) -> None:
+        from hyper_resume import collective
+
+        original(optimizers, names, loaded)
+        if collective.rank() != _STRUCK:
+            return
+        for optimizer in optimizers:
+            for entries in optimizer.state.values():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    put.fired()
+                    _local(entries[key]).zero_()
+
+    put.replace(f"{_PAYLOAD}:apply_optimizers", apply, fires=False)
+
+
+@sabotage("extra-state-of-one-rank-left-out")
+def _extra_state_of_one_rank_left_out(put: Saboteur) -> None:
+    def write(original: Any, step_directory: Any, rank: int, content: bytes) -> None:
+        if rank == _STRUCK:
+            put.fired()
+        else:
+            original(step_directory, rank, content)
+
+    put.replace(f"{_EXTRA}:write_file", write, fires=False)
+
+
+@sabotage("embedded-entries-of-rank-0-for-all")
+def _embedded_entries_of_rank_0_for_all(put: Saboteur) -> None:
+    """As DCP hands them out when the rank does not stand in their names."""
+
+    def read(original: Any, storage: Any, directory: Any, metadata: Any, found: Any, rank: int) -> Any:
+        if found.kind != "embedded" or rank == 0:
+            return original(storage, directory, metadata, found, rank)
+        put.fired()
+        return {**original(storage, directory, metadata, found, 0), "rank": rank}
+
+    put.replace(f"{_STORAGE}._read_one", read, fires=False)
+
+
+@sabotage("refusal-heard-by-one-rank")
+def _refusal_heard_by_one_rank(put: Saboteur) -> None:
+    def load(original: Any, callback: Any) -> None:
+        from hyper_resume import collective
+
+        try:
+            original(callback)
+        except (FileNotFoundError, RuntimeError):
+            if collective.rank() == 0:
+                raise
+            put.fired()
+
+    put.replace(f"{_CALLBACK}._load_checkpoint", load, fires=False)
+
+
+@sabotage("commit-before-all-ranks-are-done")
+def _commit_before_all_ranks_are_done(put: Saboteur) -> None:
+    """All ranks but one write their training state into what is visible already."""
+    late: list[tuple[int, bytes]] = []
+
+    def write(original: Any, step_directory: Any, rank: int, content: bytes) -> None:
+        if rank == 0:
+            original(step_directory, rank, content)
+        else:
+            late.append((rank, content))
+
+    def finalize(original: Any, storage: Any, staging: Any, target: Any, global_step: int) -> None:
+        from hyper_resume.checkpoint import extra_state
+
+        original(storage, staging, target, global_step)
+        while late:
+            put.fired()
+            # Its own name is the replaced one, which would wait for the next publication.
+            extra_state.write_file.__wrapped__(target, *late.pop())  # type: ignore[attr-defined]
+
+    put.replace(f"{_EXTRA}:write_file", write, fires=False)
+    put.replace(f"{_STORAGE}._finalize_checkpoint", finalize, fires=False)
+
+
+@sabotage("head-norms-left-out-of-the-plan")
+def _head_norms_left_out_of_the_plan(put: Saboteur) -> None:
+    """Each rank of a pair trains a copy of its own, and nobody looks whether they agree."""
+    put.replace(f"{_TENSOR_PARALLEL}:_check_covered", lambda original, *args: None)
+    put.replace(f"{_CALLBACK_MODULE}:check_replicas", lambda original, *args: None)
+    put.set(f"{_TENSOR_PARALLEL}:_HEAD_NORMS", ())
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's own part of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from conformance.check import CHECKS, run_check
 from conformance.evidence import Evidence, LegEvidence
 from conformance.results import AskedFault, CalibrationRecord, LegRecord, LookRecord, RankEnd
 from tests.conformance.trajectories import line, write_rank_file
 
+ERROR = {
+    "kind": "error",
+    "class": "CheckpointNotFoundError",
+    "bases": ["HyperResumeError", "FileNotFoundError", "OSError"],
+    "message": "no training state in it",
+}
 CALIBRATION = CalibrationRecord(
     signature="s", folders=("a", "b"), steps=10, equal=True, divergence=None, spread={}, problem=None
 )
@@ -22,12 +30,14 @@ def leg(
     events: list[list[dict[str, Any]]] | None = None,
     steps: range | None = None,
     ends: list[int | str] | None = None,
+    agents: Sequence[int | str] = (),
     before: dict[str, str] | None = None,
     after: dict[str, str] | None = None,
     change: Any = None,
     **record: Any,
 ) -> LegEvidence:
-    """A leg with these events by rank, records of ``steps``, ends (exit codes or signals), and files before and after."""
+    """A leg with these events by rank, records of ``steps``, ends of its ranks and of what started them (exit codes or
+    signals), and files before and after."""
     ends = ends if ends is not None else [0]
     own = folder / name
     own.mkdir(parents=True)
@@ -47,21 +57,21 @@ def leg(
         "key": "Z1",
         "leg": name,
         "folder": name,
+        "launcher": "warm",
         "argv": (),
         "until_step": 10,
         "restore_from": None,
         "checkpoint_dir": "checkpoints",
         "sabotage": None,
         "shared": False,
-        "ranks": tuple(
-            RankEnd(exit_code=end if isinstance(end, int) else None, signal=end if isinstance(end, str) else None)
-            for end in ends
-        ),
+        "agents": tuple(map(_rank_end, agents)),
+        "ranks": tuple(map(_rank_end, ends)),
         "first_steps": (steps[0] if steps else None,) * len(ends),
         "last_steps": (steps[-1] if steps else None,) * len(ends),
         "fault": None,
         "timed_out": False,
         "trouble": None,
+        "started_at": "2026-01-01T00:00:00.000+00:00",
         "seconds": 1.0,
         **record,
     }
@@ -80,5 +90,42 @@ def evidence(*legs: LegEvidence, looks: dict[str, Any] | None = None, calibrated
     )
 
 
-def killed(step: int, reached_by: tuple[int, ...] = (0,), kind: Any = "kill") -> AskedFault:
-    return AskedFault(kind=kind, after_step=step, moment="after_step", reached_by=reached_by)
+def _rank_end(end: int | str) -> RankEnd:
+    return RankEnd(exit_code=end if isinstance(end, int) else None, signal=end if isinstance(end, str) else None)
+
+
+def killed(
+    step: int,
+    reached_by: tuple[int, ...] = (0, 1),
+    *,
+    awaited: tuple[int, ...] = (0, 1),
+    struck: tuple[int, ...] = (0, 1),
+    victims: str = "all",
+) -> AskedFault:
+    """A kill after ``step`` in a leg of two ranks."""
+    return AskedFault(
+        kind="kill",
+        after_step=step,
+        moment="after_step",
+        rank=None,
+        operation=None,
+        victims=victims,
+        awaited=awaited,
+        struck=struck,
+        reached_by=reached_by,
+    )
+
+
+def status(of: Evidence, check: str, **parameters: Any) -> tuple[str, str | None]:
+    """The outcome of a check and what it blames."""
+    typed = CHECKS.parameters(check, parameters, "here")
+    record = run_check(check, typed, of)
+    return record.status, record.blames
+
+
+def saved(step: int, **buckets: Any) -> dict[str, Any]:
+    return {"kind": "saved", "global_step": step, "epoch": 0, "buckets": buckets}
+
+
+def state(kind: str, step: int = 0, **buckets: Any) -> dict[str, Any]:
+    return {"kind": kind, "global_step": step, "epoch": 0, "start_epoch": 1, "start_step": 3, "buckets": buckets}

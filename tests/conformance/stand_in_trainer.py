@@ -1,6 +1,7 @@
 """A trainer without a model that imports only probe.py: every value follows from a number that each step hashes on.
 
 DEFECT in the environment breaks it in one way; so the right outcome of every case is known without running anything.
+As a module it is what a warm server forks: ``main`` is the same.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import hashlib
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from conformance.probe import Probe
 
-DEFECT = os.environ.get("DEFECT", "")
+
+def defect() -> str:
+    return os.environ.get("DEFECT", "")
 
 
 def value(text: str) -> float:
@@ -38,11 +42,49 @@ def restore(job: Mapping[str, Any]) -> int:
 
 def save(job: Mapping[str, Any], probe: Probe, step: int) -> None:
     directory = Path(job["checkpoint_dir"]) / f"global_step_{step}"
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / ".metadata").write_text(str(step))
-    (directory.parent / "latest_checkpoint_iteration.txt").write_text(f"{step}\n")
+    if probe.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / ".metadata").write_text(str(step))
+        (directory.parent / "latest_checkpoint_iteration.txt").write_text(f"{step}\n")
     buckets = {"rng_state": {"python": f"{value(f'stream {step}')}"}}
     probe.event("saved", global_step=step, epoch=0, directory=directory.name, save_async=False, buckets=buckets)
+
+
+def hang_here(probe: Probe) -> None:
+    (probe.folder / f"hangs_rank_{probe.rank}").touch()
+    while True:
+        time.sleep(1)
+
+
+def meet_the_others(probe: Probe) -> None:
+    """Come back when every rank of the leg is here."""
+    (probe.folder / f"here_rank_{probe.rank}").touch()
+    while len(list(probe.folder.glob("here_rank_*"))) < probe.job["world_size"]:
+        time.sleep(0.002)
+
+
+def meet_defect_at_begin(probe: Probe, start: int) -> None:
+    if defect() == "hangs-deaf":
+        signal.signal(signal.SIGABRT, signal.SIG_IGN)
+    if defect() in ("hangs", "hangs-deaf") or (defect() == "hangs-after-resume" and start):
+        hang_here(probe)
+    if defect() == "fails-together":
+        meet_the_others(probe)
+        os._exit(10 + probe.rank)
+    if defect() == "has-a-child" and probe.rank == probe.job["world_size"] - 1:
+        # A loader worker, say: a session of its own, so no signal to the rank's group reaches it.
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
+    if defect() == "forks-a-child" and os.fork() == 0:
+        os.setsid()
+        time.sleep(600)
+
+
+def meet_defect_after_step(probe: Probe, step: int) -> None:
+    is_spared = (probe.folder / "go").exists()
+    if (defect() == "hangs-when-spared" and is_spared) or (defect() == "never-ends" and step == 3):
+        hang_here(probe)
+    if defect() == "fails-when-spared" and is_spared:
+        raise ConnectionError("the others are gone")
 
 
 def train(probe: Probe) -> None:
@@ -50,17 +92,16 @@ def train(probe: Probe) -> None:
     start = restore(job)
     probe.event("built", buckets={"rng_state": {"python": "fresh"}})
     if job["restore_from"] is not None:
-        restored = "fresh" if DEFECT == "forgets-rng" else f"{value(f'stream {start}')}"
+        restored = "fresh" if defect() == "forgets-rng" else f"{value(f'stream {start}')}"
         buckets = {"rng_state": {"python": restored}}
         probe.event("restored", global_step=start, epoch=0, path="", lrs=[], buckets=buckets)
     probe.event("begin", global_step=start, epoch=0, start_epoch=0, start_step=start, buckets={})
-    if DEFECT == "hangs" or (DEFECT == "hangs-after-resume" and start):
-        time.sleep(600)
-    stream = "other" if DEFECT == "forgets-rng" and start else "stream"
+    meet_defect_at_begin(probe, start)
+    stream = "other" if defect() == "forgets-rng" and start else "stream"
     for step in range(start + 1, job["until_step"] + 1):
-        if DEFECT == "segfaults" and step == 3:
+        if defect() == "segfaults" and step == 3:
             os.kill(os.getpid(), signal.SIGSEGV)
-        noise = random.SystemRandom().random() if DEFECT == "not-reproducible" else 0.0
+        noise = random.SystemRandom().random() if defect() == "not-reproducible" else 0.0
         digests = {
             "model": f"{value(f'{stream} model {step}'):.9f}",
             "optimizer": f"{step:04d}",
@@ -71,30 +112,32 @@ def train(probe: Probe) -> None:
             epoch=0,
             batch_index=step - 1,
             loss=value(f"{stream} loss {step}") + noise,
-            lr=0.1 if DEFECT == "constant-lr" else 0.1 / step,
+            lr=0.1 if defect() == "constant-lr" else 0.1 / step,
             grad_norm=value(f"norm {step}"),
             sample_ids=[step],
             digests=digests,
         )
         if step % 5 == 0:
             save(job, probe, step)
-        if DEFECT != "ignores-fault":
+        if defect() != "ignores-fault":
             probe.moment("after_step", step)
+        meet_defect_after_step(probe, step)
     probe.event("end", global_step=job["until_step"], epoch=0, buckets={})
 
 
-def main() -> int:
-    if DEFECT == "says-nothing":
+def main(arguments: Sequence[str] = ()) -> int:
+    print(f"rank {os.environ.get('RANK', '0')} speaks", flush=True)
+    if defect() == "says-nothing":
         print("no line to the runner")
         return 0
     probe = Probe.from_environment()
-    if DEFECT == "never-starts":
+    if defect() == "never-starts":
         return 0
     probe.event("start", versions={})
-    if DEFECT == "gives-up":
+    if defect() == "gives-up":
         probe.event("trouble", message="the stand-in gives up")
         return 70
-    if DEFECT == "garbage-events":
+    if defect() == "garbage-events":
         (probe.folder / f"events_rank_{probe.rank}.jsonl").write_text("what?\n")
         return 0
     if probe.job["sabotage"] == "met":
@@ -104,10 +147,10 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001  whatever ends it is told
         probe.error(error)
         return 1
-    if DEFECT == "garbage-records":
+    if defect() == "garbage-records":
         with (probe.folder / f"trajectory_rank_{probe.rank}.jsonl").open("a") as file:
             file.write('{"global_step": "soon"}\n')
-    return 3 if DEFECT == "wrong-exit" else 0
+    return 3 if defect() == "wrong-exit" else 0
 
 
 if __name__ == "__main__":

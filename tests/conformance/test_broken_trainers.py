@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.case import Case
 from conformance.results import LegRecord
 from tests.conformance.stand_in import StandInAdapter, case_of, result_of, run
 
@@ -39,7 +40,7 @@ def test_a_leg_that_hangs_is_killed_at_its_limit_and_fails(tmp_path: Path) -> No
 
 def test_a_reference_that_hangs_proves_nothing(tmp_path: Path) -> None:
     result = result_of(tmp_path, "hangs", case_of(limit_seconds=1))
-    assert (result.outcome, result.reason) == ("error", "reference leg reference: hung; SIGKILL")
+    assert (result.outcome, result.reason) == ("error", "reference leg reference: hung; SIGABRT")
 
 
 def test_a_wrong_exit_code_fails_though_all_records_are_right(tmp_path: Path) -> None:
@@ -94,6 +95,32 @@ def test_a_fault_that_does_not_fire_is_an_error(tmp_path: Path) -> None:
         "error",
         "the fault of leg interrupted did not fire: it ended by itself before that",
     )
+
+
+def alone() -> Case:
+    """Rank 1 of two is killed alone after step 3."""
+    fault = {"kind": "kill", "after_step": 3, "victims": "rank-1"}
+    script = [{"leg": "interrupted", "until_step": 6, "fault": fault}]
+    expect = [{"check": "fault_fired", "leg": "interrupted"}]
+    return case_of(given={"world_size": 2}, script=script, expect=expect)
+
+
+def test_who_is_spared_has_to_end_with_an_error(tmp_path: Path) -> None:
+    assert result_of(tmp_path / "fails", "fails-when-spared", alone()).outcome == "pass"
+    result = result_of(tmp_path / "goes-on", "", alone())
+    assert (result.outcome, result.reason) == (
+        "fail",
+        "ends_as_scripted: expected leg interrupted: every victim dies of SIGKILL, and the others end with an error; "
+        "found rank 0: exit code 0",
+    )
+
+
+def test_a_process_that_a_leg_leaves_behind_is_an_error(tmp_path: Path) -> None:
+    script = [{"leg": "saving", "until_step": 6}]
+    expect = [{"check": "varies", "leg": "saving", "column": "loss"}]
+    result = result_of(tmp_path, "has-a-child", case_of(script=script, expect=expect))
+    assert result.outcome == "error"
+    assert "were left behind; they are killed now" in result.reason
 
 
 def test_a_column_that_never_varies_is_an_error_and_not_a_pass(tmp_path: Path) -> None:
@@ -161,7 +188,7 @@ def test_no_job_holds_anything_of_what_is_expected(tmp_path: Path) -> None:
     known = {"task", "leg", "checkpoint_dir", "world_size", "given", "until_step", "restore_from", "fault"}
     for job in jobs:
         text = job.read_text()
-        assert set(json.loads(text)) == known | {"sabotage", "edit", "step"}
+        assert set(json.loads(text)) == known | {"sabotage", "edit", "step", "nodes"}
         for word in ("expect", "telltale", "trajectory_equals", "resumed_at", "sabotages", case.id):
             assert word not in text
 

@@ -71,6 +71,32 @@ def test_what_is_unknown_or_ill_said_is_refused(tmp_path: Path, old: str, new: s
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("nodes: 3", "2 ranks can't be 3 nodes of one size"),
+        ("nodes: 0", "2 ranks can't be 0 nodes of one size"),
+        ("fault: {moment: file_operation}", "file_operation has rank and operation, no other moment has them"),
+        ("fault: {moment: file_operation, rank: 1}", "file_operation has rank and operation"),
+        ("fault: {rank: 1, operation: 1}", "file_operation has rank and operation"),
+        ("fault: {moment: file_operation, rank: 2, operation: 1}", "there is no rank 2"),
+        ("fault: {moment: at-lunch}", "expected one of after_step"),
+        ("fault: {victims: rank-2}", "victims 'rank-2' are neither all nor one of its ranks or nodes"),
+        ("fault: {victims: node-1}", "victims 'node-1' are neither all nor one of its ranks or nodes"),
+        ("fault: {victims: everybody}", "victims 'everybody' are neither all nor one of its ranks or nodes"),
+        ("fault: {kind: raise, victims: rank-1}", "victims 'rank-1' are neither all nor one of its ranks or nodes"),
+    ],
+)
+def test_a_fault_that_can_not_be_is_refused(tmp_path: Path, words: str, message: str) -> None:
+    if "kind" not in words:
+        words = words.replace("fault: {", "fault: {kind: kill, ")
+    words = words.replace("fault: {", "fault: {after_step: 1, ")
+    text = HEAD.replace("until_step: 2}", f"until_step: 2, given: {{world_size: 2}}, {words}}}")
+    with pytest.raises(CaseError) as caught:
+        load_cases(write(tmp_path, text))
+    assert message in str(caught.value)
+
+
 def test_all_problems_of_all_files_are_told_together(tmp_path: Path) -> None:
     write(tmp_path, HEAD.replace("steps: [2]", "steps: 2"), "a.yaml")
     write(tmp_path, HEAD.replace("  why: a reason\n", ""), "b.yaml")

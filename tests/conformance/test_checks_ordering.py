@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.evidence_made import evidence, leg
-from tests.conformance.test_checks import status
+from tests.conformance.evidence_made import evidence, leg, status
 
 
 def with_ids(first: int) -> Any:

@@ -130,6 +130,18 @@ def test_a_file_without_a_footer_or_with_a_torn_line_is_no_report(tmp_path: Path
         read_results(tmp_path)
 
 
+def test_a_report_of_the_version_before_is_refused_by_its_name(tmp_path: Path) -> None:
+    # Its legs lack fields that this version asks for; whoever reads it is told what is the matter, and not the first of them.
+    header = {"record": "header", "schema": "hyper_resume.results/1", "run_id": "old", "platform": "all"}
+    (tmp_path / "results.jsonl").write_text(f'{json.dumps(header)}\n{{"record": "leg", "key": "A6"}}\n')
+    with pytest.raises(RecordError) as caught:
+        read_results(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / 'results.jsonl'}: schema is 'hyper_resume.results/1', this version reads 'hyper_resume.results/2'; "
+        "run it again"
+    )
+
+
 def test_an_unknown_key_in_a_record_is_refused_with_its_line(tmp_path: Path) -> None:
     session(tmp_path)
     path = tmp_path / "results.jsonl"

@@ -1,0 +1,88 @@
+"""What every leg of this library does around its training: says that it started, and tells how it ended."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from conformance.adapter import JOB_NAME, Job, read_job
+from conformance.adapters.hyper_resume_disk import edit_step_directory, look_into
+from conformance.adapters.hyper_resume_parts import TroubleError
+from conformance.legs import TROUBLE_EXIT
+from conformance.probe import Probe
+from conformance.sabotage import SabotageError, put_in
+
+_GROUP_SECONDS = 20.0
+_FAILED = 1
+
+
+def live(train: Callable[[Probe, Job], None]) -> int:
+    """Do what the job in the working directory says; returns the exit code.
+
+    Args:
+        train: trains a leg, and tells what happens.
+    """
+    probe = Probe.from_environment()
+    try:
+        job = read_job(Path(JOB_NAME))
+        probe.event("start", versions=versions())
+        if job.task == "train":
+            torch.set_num_threads(1)
+            probe.watch_logs("hyper_resume")
+            if job.sabotage is not None:
+                put_in(job.sabotage, lambda: probe.event("sabotage_fired", id=job.sabotage))
+            train(probe, job)
+        else:
+            step_directory = Path(job.checkpoint_dir) / f"global_step_{(job.edit or {}).get('step', job.step)}"
+            told = edit_step_directory(step_directory, job.edit) if job.edit else look_into(step_directory)
+            probe.event("value", name=job.task, value=told)
+    except (TroubleError, SabotageError) as error:
+        probe.event("trouble", message=str(error))
+        return TROUBLE_EXIT
+    except BaseException as error:  # noqa: BLE001  whatever ends a leg is told
+        probe.error(error)
+        return _FAILED
+    return 0
+
+
+def versions() -> dict[str, str]:
+    """Of what this leg runs on."""
+    return {"python": platform.python_version(), "torch": torch.__version__}
+
+
+def is_under_torchrun() -> bool:
+    """True when torchrun started this process, and the environment says where the other ranks are."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def join_group(job: Job) -> dist.ProcessGroup | None:
+    """Meet the other ranks: under torchrun as it says, else by a file in the leg's folder; None for a single process."""
+    if job.world_size == 1:
+        return None
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[job.given.device]
+    timeout = timedelta(seconds=_GROUP_SECONDS)
+    if is_under_torchrun():
+        dist.init_process_group(backend, timeout=timeout)
+        return dist.group.WORLD
+    dist.init_process_group(
+        backend,
+        # Not an init_method: in a URL the # of a repeat's folder would cut the path short.
+        store=dist.FileStore(str(Path("rendezvous").absolute()), job.world_size),  # type: ignore[attr-defined]
+        rank=int(os.environ["RANK"]),
+        world_size=job.world_size,
+        timeout=timeout,
+    )
+    return dist.group.WORLD
+
+
+def leave_group() -> None:
+    """Close the group, unless an error is on its way: another rank may wait in it."""
+    if dist.is_initialized() and sys.exc_info()[0] is None:
+        dist.destroy_process_group()

@@ -1,0 +1,67 @@
+"""Where a leg can be stopped beside its steps: on a save's way to disk, in a load, before any change on disk."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from conformance.adapter import Job
+from conformance.adapters.hyper_resume_parts import TroubleError
+from conformance.file_operations import FileOperations
+from conformance.probe import Probe
+from hyper_resume.checkpoint import dcp, layout
+
+# Moment -> the function of the library that begins then.
+_BEGINNINGS = {
+    "before_commit": (layout, "commit"),
+    "before_pointer": (layout, "write_pointer"),
+    "during_load": (dcp, "load_entries"),
+}
+
+
+class Stops:
+    """What was put into the library so that this leg stops where its job says."""
+
+    def __init__(self, probe: Probe, job: Job) -> None:
+        """Put it in; nothing for a job without such a fault."""
+        self._probe, self._job = probe, job
+        self._lock = threading.Lock()
+        self._save: int | None = None
+        self._number = 0
+        self._moment = job.fault.moment if job.fault else None
+        if self._moment in _BEGINNINGS:
+            self._ask_at(self._moment, *_BEGINNINGS[self._moment])
+        if self._moment == "file_operation" or job.given.tell_operations:
+            FileOperations(Path(job.checkpoint_dir), self._operation).install()
+
+    def begin_save(self, global_step: int) -> None:
+        """From now on what changes on disk belongs to this save, counted from 1."""
+        with self._lock:
+            self._save, self._number = global_step, 0
+
+    def _ask_at(self, moment: str, module: Any, name: str) -> None:
+        original = getattr(module, name, None)
+        if original is None:
+            raise TroubleError(f"{module.__name__} has no {name}: a leg can't be stopped {moment}")
+
+        def asking(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+            step = second if name == "write_pointer" else layout.parse_step(Path(second).name)
+            any_load = moment == "during_load" and self._job.fault is not None and self._job.fault.after_step == 0
+            self._probe.moment(moment, 0 if any_load else -1 if step is None else step)
+            return original(first, second, *args, **kwargs)
+
+        setattr(module, name, asking)
+
+    def _operation(self, what: str, where: str) -> None:
+        with self._lock:
+            if self._save is None:
+                return
+            self._number += 1
+            save, number = self._save, self._number
+        fault = self._job.fault
+        is_here = fault is not None and (self._probe.rank, number) == (fault.rank, fault.operation)
+        if self._job.given.tell_operations or is_here:
+            self._probe.event("operation", save=save, number=number, what=what, where=where)
+        if is_here:
+            self._probe.moment("file_operation", save)

@@ -1,0 +1,78 @@
+"""What a leg of this library tells of its trainer, whichever way that was built."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from conformance.adapter import Job
+from conformance.adapters.hyper_resume_state import buckets
+from conformance.adapters.hyper_resume_stops import Stops
+from conformance.adapters.hyper_resume_watch import WatchedCheckpointer, hold_saves
+from conformance.probe import Probe
+from hyper_resume.trainer.callbacks import CheckpointerCallback
+
+
+class Teller:
+    """One rank's line to the runner, and what it tells about. ``trainer`` and ``optimizers`` are set once they are built."""
+
+    def __init__(self, probe: Probe, job: Job, device: torch.device) -> None:
+        """Put in what may stop this leg; nothing is told yet."""
+        self.probe, self.job, self.given, self.device = probe, job, job.given, device
+        self.stops = Stops(probe, job)
+        self.trainer: Any = None
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.extras: dict[str, Any] = {}
+        # Set when nothing but saves is waited for.
+        self.is_over = threading.Event()
+        if self.given.hold_saves:
+            hold_saves(self)
+
+    def watch_saves(self, callback: CheckpointerCallback | None) -> None:
+        """Put a watcher between the callback and its storage."""
+        if callback is not None:
+            callback.checkpointer = WatchedCheckpointer(callback.checkpointer, self)  # type: ignore[assignment]
+
+    def buckets(self) -> dict[str, Any]:
+        """The live state as text."""
+        return buckets(self.trainer, self.optimizers, self.device, self.extras)
+
+    def tell_built(self, own_callbacks: tuple[type, ...]) -> None:
+        """Tell what was built, before anything is restored. ``own_callbacks`` are this room's and left out."""
+        names = [type(item).__name__ for item in self.trainer.callbacks if not isinstance(item, own_callbacks)]
+        self.probe.event("built", buckets=self.buckets())
+        self.probe.event("callbacks", names=names)
+
+    def tell_begin(self, restored_from: str | None) -> None:
+        """Tell what was restored, and where training begins."""
+        trainer, state = self.trainer, self.trainer.state
+        found = self.buckets()
+        if restored_from is not None:
+            lrs = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
+            self.probe.event(
+                "restored",
+                global_step=state.global_step,
+                epoch=state.epoch,
+                path=restored_from,
+                lrs=lrs,
+                buckets=found,
+            )
+        self.probe.event(
+            "begin",
+            global_step=state.global_step,
+            epoch=state.epoch,
+            start_epoch=trainer.start_epoch,
+            start_step=trainer.start_step,
+            buckets=found,
+        )
+
+    def tell_step(self) -> None:
+        """Record the finished step, and stand at the moment before its save."""
+        self.probe.moment("before_save", self.trainer.state.global_step)
+
+    def tell_end(self) -> None:
+        """Tell where training ended."""
+        state = self.trainer.state
+        self.probe.event("end", global_step=state.global_step, epoch=state.epoch, buckets=self.buckets())

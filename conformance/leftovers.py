@@ -1,0 +1,58 @@
+"""What a leg without torchrun may leave behind: found by its session, its environment or its folder (Linux, through /proc)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from conformance.adapter import JOB_NAME
+from conformance.probe import JOB_VARIABLE
+
+# The module whose processes fork legs.
+SERVER = "conformance.warm_server"
+_POLL_SECONDS = 0.004
+
+
+def kill_leftovers(folder: Path) -> list[int]:
+    """Kill every process of the leg in ``folder`` until none is left; the process ids that were, ascending."""
+    killed: set[int] = set()
+    while left := _belonging_to(folder):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed.update(left)
+        time.sleep(_POLL_SECONDS)
+    return sorted(killed)
+
+
+def _belonging_to(folder: Path) -> list[int]:
+    """The living processes of a leg: who was started with its job in the environment, and who was forked into its folder."""
+    mark = f"{JOB_VARIABLE}={folder / JOB_NAME}".encode()
+    found = []
+    for process in Path("/proc").iterdir():
+        # A process that is gone, and a zombie, can't be read.
+        with contextlib.suppress(OSError):
+            if process.name.isdigit() and (mark in _words(process / "environ") or _is_forked_into(process, folder)):
+                found.append(int(process.name))
+    return found
+
+
+def _is_forked_into(process: Path, folder: Path) -> bool:
+    """Not everybody who works in the folder is of the leg: a fork has the server's command line, and none while it becomes
+    another program (nor an environment).
+    """
+    words = _words(process / "cmdline")
+    return (words == [b""] or SERVER.encode() in words) and (process / "cwd").readlink() == folder
+
+
+def _words(file: Path) -> list[bytes]:
+    return file.read_bytes().split(b"\0")
+
+
+def kill_session(pid: int) -> None:
+    """Kill what a dead rank left behind in its process group: loader workers, say."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
