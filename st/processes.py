@@ -29,12 +29,16 @@ class DeathNotProvedError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """One process. ``start_ticks`` tells it from a later process that was given the same pid."""
+    """One process. ``start_ticks`` tells it from a later process that was given the same pid.
+
+    ``status`` is the wait status of one that ended and was not reaped yet; None for a living one, and where it may not be read.
+    """
 
     pid: int
     parent: int
     start_ticks: int
     state: str
+    status: int | None = None
 
     @property
     def is_zombie(self) -> bool:
@@ -71,7 +75,13 @@ def read(pid: int) -> Process | None:
         return None
     # The command's name stands in brackets and may hold spaces and brackets itself; after the last one all is regular.
     fields = text.rpartition(")")[2].split()
-    return Process(pid=pid, state=fields[0], parent=int(fields[1]), start_ticks=int(fields[19]))
+    return Process(
+        pid=pid,
+        state=fields[0],
+        parent=int(fields[1]),
+        start_ticks=int(fields[19]),
+        status=int(fields[49]) if fields[0] == "Z" and len(fields) > 49 else None,
+    )
 
 
 def everything() -> list[Process]:
@@ -173,11 +183,18 @@ def sweep(token: str, seen: set[int], *, limit_seconds: float = 20.0) -> list[in
             kill(process)
         alive.update(process.pid for process in left)
         _reap_finished(seen | alive)
-        if not left:
+        is_late = time.monotonic() > deadline
+        if not left and (is_late or not _becoming()):
             return sorted(alive)
-        if time.monotonic() > deadline:
+        if is_late:
             raise DeathNotProvedError(f"processes {[process.pid for process in left]} survive SIGKILL")
         time.sleep(_POLL_SECONDS)
+
+
+def _becoming() -> list[Process]:
+    """Children of this process, orphans above all, that just become another program: nobody can see yet whose they are."""
+    own = [process for process in everything() if process.parent == os.getpid() and not process.is_zombie]
+    return [process for process in own if not environment(process.pid)]
 
 
 def _reap_finished(pids: set[int]) -> None:

@@ -115,7 +115,7 @@ def test_ctrl_c_and_a_polite_kill_leave_nothing_behind(tmp_path: Path, number: s
     finally:
         runner.kill()
     assert runner.returncode == 130, errors
-    assert b"interrupted; every process of the running leg is dead" in errors
+    assert b"interrupted; every process of the running legs is dead" in errors
     assert processes_naming(tmp_path) == []
 
 

@@ -1,0 +1,179 @@
+"""``python -m st list``, ``run`` and ``sabotage``: scenarios from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from conformance.case import Case, select
+from conformance.platforms import Platform, find_platform
+from conformance.results import ResultRecord
+from conformance.sabotaging import SabotageEntry, judge_sabotage, load_sabotages, sabotage_table
+from conformance.serial import SerialError
+from conformance.session import GOOD, Session, Work
+from conformance.yaml_lines import load_yaml
+from st import running
+from st.presence import lacking
+
+_RESULTS = Path("results")
+SABOTAGES = Path(__file__).with_name("sabotages.yaml")
+
+
+def add(verbs: Any) -> None:
+    """Add the three."""
+    listing = verbs.add_parser("list", help="ids, titles, where they are required")
+    listing.add_argument("--check", action="store_true", help="report what does not fit together; 1 if anything")
+    listing.set_defaults(do=_list)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--platform", default="cpu4", help="run on this one of platforms.yaml; default cpu4")
+    common.add_argument(
+        "--launcher", choices=["torchrun", "warm"], help="start every scenario so, whatever it says itself"
+    )
+    common.add_argument("--results", type=Path, help="the run's folder; default results/st-TIME")
+    common.add_argument("--jobs", type=int, default=1, help="scenarios at a time; default 1")
+    common.add_argument("--keep", action="store_true", help="keep the checkpoints of scenarios that pass")
+    run = verbs.add_parser("run", parents=[common], help="run and judge scenarios")
+    run.add_argument(
+        "ids", nargs="*", metavar="ID", help="ids, base ids or globs; default: all that the platform requires"
+    )
+    run.add_argument("--sabotage", metavar="NAME", help="put this defect into every leg but the references")
+    run.add_argument("--repeat", type=int, default=1, help="run each scenario so often")
+    run.set_defaults(do=_run)
+    sabotage = verbs.add_parser("sabotage", parents=[common], help="put in each defect and see that it is caught")
+    sabotage.add_argument("names", nargs="*", metavar="NAME", help="default: all of sabotages.yaml")
+    sabotage.set_defaults(do=_sabotage)
+
+
+def _list(options: argparse.Namespace, words: Sequence[str]) -> int:
+    cases, platforms = running.scenarios(), running.platforms()
+    width = max(len(case.id) for case in cases)
+    for case in cases:
+        where = " ".join(platform.id for platform in platforms if platform.takes(case))
+        print(f"{case.id:{width}}  {case.title}")
+        print(
+            f"{'':{width}}  {case.launcher}; on: {where or 'no platform'}; sabotages: {', '.join(case.sabotages) or 'none'}"
+        )
+    print(f"{len(cases)} scenarios")
+    problems = _problems(cases, platforms) if options.check else []
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _problems(cases: Sequence[Case], platforms: Sequence[Platform]) -> list[str]:
+    problems = [
+        f"platform {platform.id}: requires {name}, and there is no such scenario"
+        for platform in platforms
+        for name in platform.missing(cases)
+    ]
+    for case in cases:
+        takers = [platform for platform in platforms if platform.takes(case)]
+        if not takers:
+            problems.append(f"scenario {case.id}: no platform requires it")
+        problems += [
+            f"scenario {case.id}: has {case.world_size} ranks, and {platform.id} takes {platform.ranks}"
+            for platform in takers
+            if case.world_size > platform.ranks
+        ]
+    known = {case.id: case for case in cases}
+    defects = {entry.id: entry for entry in load_sabotages()}
+    for name, ids in sabotages().items():
+        if name not in defects:
+            problems.append(f"sabotage {name}: the matrix has none of this name")
+        problems += [f"sabotage {name}: there is no scenario {wanted}" for wanted in ids if wanted not in known]
+        problems += [
+            f"scenario {wanted}: its sabotages do not name {name}"
+            for wanted in ids
+            if wanted in known and name not in known[wanted].sabotages
+        ]
+    for case in cases:
+        problems += [
+            f"sabotage {name}: does not list scenario {case.id}, which names it"
+            for name in case.sabotages
+            if case.id not in sabotages().get(name, ())
+        ]
+    return problems
+
+
+def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
+    platform = find_platform(options.platform, running.platforms())
+    cases = select(running.scenarios(), options.ids)
+    if not options.ids:
+        cases = tuple(case for case in cases if platform.takes(case))
+    reason = lacking(platform)
+    if reason is not None:
+        print(f"unsupported: {reason}", file=sys.stderr)
+        return 1
+    with _session(options, platform, words) as session:
+        chosen = [running.by(options.launcher, case) for case in cases]
+        numbers = range(options.repeat)
+        session.run(
+            [Work(case=case, sabotage=options.sabotage, repeat=number) for number in numbers for case in chosen]
+        )
+        footer = session.finish([] if options.ids else platform.missing(cases))
+    counts = ", ".join(f"{count} {name}" for name, count in footer.counts.items() if count)
+    print(f"{counts or 'no clean run'} in {footer.seconds:.1f} s: {session.folder}")
+    bad = [result for result in session.results if result.outcome not in GOOD]
+    return 0 if footer.accepted and not bad else 1
+
+
+def sabotages() -> dict[str, tuple[str, ...]]:
+    """Which scenarios must turn red under which defect of the matrix.
+
+    Raises:
+        SerialError: the file is malformed.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for name, ids in load_yaml(SABOTAGES).items():
+        if not isinstance(ids, list) or not ids or not all(isinstance(item, str) for item in ids):
+            raise SerialError(f"{SABOTAGES.name}: {name}: a list of scenario ids")
+        found[str(name)] = tuple(ids)
+    return found
+
+
+def _sabotage(options: argparse.Namespace, words: Sequence[str]) -> int:
+    platform = find_platform(options.platform, running.platforms())
+    entries = _entries(options.names)
+    # Many legs, and none of them is about how it is started.
+    cases = {case.id: running.by(options.launcher or "warm", case) for case in running.scenarios()}
+    wanted = sorted({case_id for entry in entries for case_id in entry.cases})
+    with _session(options, platform, words) as session:
+        clean = session.run([Work(case=cases[case_id]) for case_id in wanted])
+        work = [Work(case=cases[case_id], sabotage=entry.id) for entry in entries for case_id in entry.cases]
+        by_key = {(result.sabotage, result.case): result for result in session.run(work)}
+        records = [
+            judge_sabotage(entry, {case_id: by_key[entry.id, case_id] for case_id in entry.cases}) for entry in entries
+        ]
+        session.add_sabotages(records)
+        footer = session.finish()
+    alarms = [result.key for result in clean if result.outcome not in GOOD]
+    print(sabotage_table(records, clean=len(clean), false_alarms=alarms))
+    print(f"{footer.seconds:.1f} s: {session.folder}")
+    return 0 if footer.accepted else 1
+
+
+def _entries(names: Sequence[str]) -> list[SabotageEntry]:
+    """The matrix's own entries, with the scenarios of this room in place of its cases."""
+    here = sabotages()
+    unknown = sorted(set(names) - set(here))
+    if unknown:
+        raise SerialError(f"{SABOTAGES.name} has no sabotage {unknown[0]!r}")
+    known = {entry.id: entry for entry in load_sabotages()}
+    return [replace(known[name], cases=ids) for name, ids in here.items() if not names or name in names]
+
+
+def _session(options: argparse.Namespace, platform: Platform, words: Sequence[str]) -> Session:
+    folder = options.results or _RESULTS / time.strftime("st-%Y%m%d-%H%M%S")
+    return running.session(folder, platform, jobs=options.jobs, keep=options.keep, argv=words, tell=_tell)
+
+
+def _tell(result: ResultRecord) -> None:
+    blamed = f" [{result.blamed}]" if result.blamed else ""
+    print(f"{result.outcome:11} {result.key:10} {result.title}{blamed} ({result.seconds:.1f} s)", flush=True)
+    if result.sabotage is None and result.outcome not in GOOD:
+        print(f"            {result.reason}\n            {result.reproduce}", flush=True)

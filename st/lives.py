@@ -1,0 +1,305 @@
+"""Lives of one training: the same run, ended and begun again on one checkpoint directory, each life held against the reference.
+
+A soak is one training with many lives, a crash sweep many trainings with two. What both ask of a life stands here:
+
+1. a killed one was killed where it was asked to be, and every victim is proved dead of that very signal;
+2. it resumed on all ranks at the step that the disk named when the life before it was dead, and trained on from there;
+3. every step that it trained is the reference's, bit for bit, on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conformance.adapter import Adapter, Job, JobFault
+from conformance.case import LegFault
+from conformance.check import compare_trajectories
+from conformance.evidence import EvidenceError, LegEvidence
+from conformance.faults import POINTER_NAME
+from conformance.given import complete
+from conformance.judge import struck_otherwise
+from conformance.legs import LegPlan, run_leg
+from conformance.processes import Launcher
+from conformance.record import Trajectory
+from conformance.references import References
+from conformance.results import LegRecord
+
+LATEST = "LATEST"
+_FOLDER = "checkpoints"
+# A comparison must be able to fail: so much of the reference around the steps is looked at for columns that never move.
+_MARGIN_STEPS = 10
+_SIGNALS = {"kill": "SIGKILL", "terminate": "SIGTERM"}
+
+
+class LifeError(RuntimeError):
+    """Nothing can be said: the harness itself, or the reference, is in trouble."""
+
+
+class RedError(RuntimeError):
+    """A life is not what it has to be. The message is the finding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained. ``given`` is a case's; ``save_steps`` stands in it too.
+
+    ``lost_at_most`` is the most steps that a kill may cost.
+    """
+
+    given: Mapping[str, Any]
+    until_step: int
+    save_steps: int
+    limit_seconds: float = 60.0
+
+    @property
+    def is_async(self) -> bool:
+        """True when saves are written beside training."""
+        return bool(self.given.get("checkpoint", {}).get("is_async"))
+
+    @property
+    def lost_at_most(self) -> int:
+        """One save interval; two where a save may still be in flight when the next one is due."""
+        return self.save_steps * (2 if self.is_async else 1)
+
+    def job(
+        self,
+        leg: str,
+        *,
+        restore_from: str | None,
+        fault: LegFault | None,
+        more: Mapping[str, Any] | None = None,
+        sabotage: str | None = None,
+    ) -> Job:
+        """One life as a job. ``more`` is given beside what all lives are made from."""
+        given = complete({**self.given, **(more or {})}, "training")
+        return Job(
+            task="train",
+            leg=leg,
+            checkpoint_dir=f"../../disk/{_FOLDER}",
+            world_size=given.world_size,
+            given=dataclasses.replace(given, folder=_FOLDER),
+            until_step=self.until_step,
+            restore_from=restore_from,
+            fault=None if fault is None else JobFault(**vars(fault)),
+            sabotage=sabotage,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """One life that is over: the step it began at (0: from scratch), the last one that all its ranks finished, and the step
+    that the next life has to restore.
+    """
+
+    evidence: LegEvidence
+    restored: int
+    last_step: int
+    latest: int
+
+    @property
+    def record(self) -> LegRecord:
+        """Its leg."""
+        return self.evidence.record
+
+
+@dataclass
+class Reference:
+    """What the training does when nobody interrupts it: two legs of it that agree bit for bit."""
+
+    trajectory: Trajectory
+    records: tuple[LegRecord, ...] = field(default=())
+
+
+def reference_of(training: Training, run: Path, adapter: Adapter, launcher: Launcher) -> Reference:
+    """Train without interruption, twice.
+
+    Raises:
+        LifeError: it does not end well, or two runs of it differ: then nothing can be judged.
+    """
+    job = training.job("reference", restore_from=None, fault=None)
+    limit = max(training.limit_seconds, float(training.until_step))
+    found = References(run).get(job, adapter, launcher, calibrate=True, limit_seconds=limit)
+    calibration = found.calibration
+    if calibration is None or not calibration.equal:
+        problem = "was not compared" if calibration is None else calibration.problem or str(calibration.divergence)
+        raise LifeError(f"reference not reproducible: {problem}")
+    return Reference(trajectory=LegEvidence(record=found.record, folder=run / found.record.folder).trajectory)
+
+
+class Lives:
+    """The lives of one training, one after the other, in ``folder``, whose ``disk`` they share."""
+
+    def __init__(
+        self,
+        training: Training,
+        reference: Reference,
+        folder: Path,
+        run: Path,
+        adapter: Adapter,
+        launcher: Launcher,
+        *,
+        sabotage: str | None = None,
+    ) -> None:
+        """Nothing is started yet. ``folder`` lies in ``run``, the run's folder; ``sabotage`` is put into every life."""
+        self._training, self._reference = training, reference
+        self.folder, self._run = folder, run
+        self._adapter, self._launcher = adapter, launcher
+        self._sabotage = sabotage
+
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoint directory."""
+        return self.folder / "disk" / _FOLDER
+
+    def live(
+        self,
+        leg: str,
+        *,
+        restore_from: str | None = LATEST,
+        fault: LegFault | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> Life:
+        """Live one life and judge it.
+
+        Raises:
+            LifeError: its fault did not fire, or the harness is in trouble.
+            RedError: it is not what it has to be.
+        """
+        before = self.latest()
+        record = run_leg(self._plan(leg, restore_from, fault, more), self._adapter, self._launcher)
+        evidence = LegEvidence(record=record, folder=self._run / record.folder)
+        _require_end(record, evidence)
+        restored = self._restored(evidence, restore_from, before)
+        last = self._compare(evidence, restored)
+        return Life(evidence=evidence, restored=restored, last_step=last, latest=self.latest())
+
+    def _plan(
+        self, leg: str, restore_from: str | None, fault: LegFault | None, more: Mapping[str, Any] | None
+    ) -> LegPlan:
+        return LegPlan(
+            key=self.folder.name,
+            job=self._training.job(
+                leg, restore_from=self._path(restore_from), fault=fault, more=more, sabotage=self._sabotage
+            ),
+            folder=self.folder / "legs" / leg,
+            run=self._run,
+            disk=self.folder / "disk",
+            limit_seconds=self._training.limit_seconds,
+            listed=False,
+        )
+
+    def _path(self, restore_from: str | None) -> str | None:
+        if restore_from is None or restore_from == LATEST:
+            return restore_from
+        return f"../../disk/{_FOLDER}/{restore_from}"
+
+    def latest(self) -> int:
+        """The step that a resume from LATEST has to find, worked out from the disk: the one the pointer names, or the highest.
+
+        Returns:
+            0 where there is no checkpoint.
+
+        Raises:
+            RedError: the pointer says no number, or names a checkpoint that is not whole.
+        """
+        whole = [
+            int(path.parent.name.rpartition("_")[2])
+            for path in self.checkpoints.glob("global_step_*/.metadata")
+            if path.stat().st_size
+        ]
+        try:
+            text = (self.checkpoints / POINTER_NAME).read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return max(whole, default=0)
+        if not text.isdigit() or int(text) not in whole:
+            raise RedError(f"the pointer holds {text!r}; whole checkpoints: {sorted(whole)}")
+        return int(text)
+
+    def _restored(self, evidence: LegEvidence, restore_from: str | None, latest: int) -> int:
+        """The step that all ranks restored, which must be the latest."""
+        places = [event.data["global_step"] for event in evidence.events("restored", None)]
+        begun = evidence.events("begin", None)
+        fault = evidence.record.fault
+        if not begun and fault is not None and fault.moment == "during_load":
+            return latest
+        expected = latest if restore_from == LATEST else int((restore_from or "_0").rpartition("_")[2])
+        wanted = [expected] * len(evidence.record.ranks) if expected else []
+        if places != wanted or any(event.data["global_step"] != expected for event in begun):
+            raise RedError(f"restored {places or 'nothing'} on its ranks; expected step {expected} on all")
+        return expected
+
+    def _compare(self, evidence: LegEvidence, restored: int) -> int:
+        """Hold every step that all ranks finished against the reference; the last one, or ``restored`` where there is none."""
+        trajectory = _trajectory(evidence)
+        last = trajectory.last_common_step() if trajectory.ranks else None
+        if last is None or len(trajectory.ranks) < len(evidence.record.ranks):
+            return restored
+        firsts = {trajectory.first_step(rank) for rank in trajectory.ranks}
+        if firsts != {restored + 1}:
+            raise RedError(f"restored step {restored}, and the first step trained is {firsts}")
+        near = _near(self._reference.trajectory, restored + 1, last)
+        comparison = compare_trajectories(near, trajectory, restored + 1, last, may_be_constant=("lr",))
+        first = comparison.divergence
+        if first is not None:
+            raise RedError(
+                f"resumed at {restored}, differs at step {first.step}, rank {first.rank}, bucket {first.bucket} "
+                f"({first.column}): {first.resumed} instead of {first.reference}"
+            )
+        return last
+
+    def prune(self, keep: int) -> None:
+        """Delete all step directories but the newest ``keep``: what a retention would do, so that a disk is enough."""
+        steps = sorted(
+            (path for path in self.checkpoints.glob("global_step_*") if path.is_dir()),
+            key=lambda path: int(path.name.rpartition("_")[2]),
+        )
+        for path in steps[:-keep]:
+            shutil.rmtree(path)
+
+
+def _require_end(record: LegRecord, evidence: LegEvidence) -> None:
+    if record.trouble is not None:
+        raise LifeError(record.trouble)
+    if record.timed_out:
+        raise RedError(f"it hung and was killed after {record.seconds:.0f} s; the stacks are in {record.folder}")
+    if record.fault is None:
+        bad = [f"rank {rank}: {end}" for rank, end in enumerate(record.ranks) if end.exit_code != 0]
+        if bad:
+            raise RedError(f"it did not end well: {'; '.join(bad)}; {_told(evidence)}")
+        return
+    if record.fault.reached_by != record.fault.awaited:
+        error = evidence.error
+        if error is not None:
+            raise RedError(f"before its fault: {_told(evidence)}")
+        raise LifeError(f"the fault did not fire: reached by {record.fault.reached_by}, ends {record.ranks}")
+    wrong = struck_otherwise(evidence, _SIGNALS[record.fault.kind])
+    if wrong:
+        raise RedError(f"not every victim died of {_SIGNALS[record.fault.kind]}: {wrong}")
+
+
+def _told(evidence: LegEvidence) -> str:
+    error = evidence.error
+    return f"{error.data['class']}: {error.data['message']}" if error else "it told no error"
+
+
+def _trajectory(evidence: LegEvidence) -> Trajectory:
+    """Its records; a life that was killed before its first step has none."""
+    try:
+        return evidence.trajectory
+    except EvidenceError:
+        if list(evidence.folder.glob("trajectory_rank_*.jsonl")):
+            known = [path.name for path in evidence.folder.glob("trajectory_rank_*.jsonl")]
+            if len(known) == len(evidence.record.ranks):
+                raise
+        return Trajectory(records={})
+
+
+def _near(reference: Trajectory, first: int, last: int) -> Trajectory:
+    low, high = first - _MARGIN_STEPS, last + _MARGIN_STEPS
+    # Step N is record N - 1 of a leg from scratch.
+    return Trajectory(records={rank: records[max(0, low - 1) : high] for rank, records in reference.records.items()})

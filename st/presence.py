@@ -1,0 +1,69 @@
+"""Is a platform there? Looked for from outside, so that a machine without it never imports its libraries into the tests.
+
+The answer says what was looked for and what was found, because "skipped" alone sends nobody to the right cable.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from conformance.platforms import Platform
+
+_SECONDS = 120
+_COUNTS = {
+    "cuda": "import torch; print(torch.cuda.device_count())",
+    # Its own library first: where that is missing, nothing waits for torch.
+    "npu": "import torch_npu, torch; print(torch.npu.device_count())",
+}
+_CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+_CANN_FOLDER = Path("/usr/local/Ascend")
+
+
+def lacking(platform: Platform) -> str | None:
+    """Why scenarios of ``platform`` can't run on this machine, in one line; None when they can."""
+    if platform.device == "cpu":
+        return None
+    count, told = device_count(platform.device)
+    if count >= platform.ranks:
+        return None
+    looks = [f"torch.{platform.device}.device_count(): {told}"]
+    if platform.device == "npu":
+        looks = [f"npu-smi: {_which('npu-smi')}", f"CANN: {_cann()}", *looks]
+    else:
+        looks = [f"nvidia-smi: {_which('nvidia-smi')}", *looks]
+    wanted = f"{platform.ranks} {platform.device.upper()} device{'s' if platform.ranks > 1 else ''}"
+    return f"{platform.id} needs {wanted}; looked for {', '.join(looks)}"
+
+
+@functools.cache
+def device_count(device: str) -> tuple[int, str]:
+    """How many devices of a kind torch sees in a process of its own, and what it said."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _COUNTS[device]], capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 0, f"no answer in {_SECONDS} s"
+    if done.returncode == 0:
+        told = done.stdout.split()[-1]
+        return int(told), told
+    lines = done.stderr.strip().splitlines()
+    return 0, lines[-1] if lines else f"exit code {done.returncode}"
+
+
+def _which(program: str) -> str:
+    return "found" if shutil.which(program) else "not found"
+
+
+def _cann() -> str:
+    named = [name for name in _CANN_VARIABLES if os.environ.get(name)]
+    if named:
+        return f"by {named[0]}"
+    return (
+        f"in {_CANN_FOLDER}" if _CANN_FOLDER.is_dir() else f"not found ({', '.join(_CANN_VARIABLES)}, {_CANN_FOLDER})"
+    )

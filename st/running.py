@@ -1,0 +1,67 @@
+"""Scenarios and where they run: what the command line and pytest share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from conformance.adapter import build_adapter
+from conformance.case import Case, load_cases
+from conformance.platforms import Platform, load_platforms
+from conformance.processes import Hosts, Launcher
+from conformance.results import ResultRecord
+from conformance.session import Session
+from st.torchrun import Torchrun
+
+SCENARIOS = Path(__file__).with_name("scenarios")
+PLATFORMS = Path(__file__).with_name("platforms.yaml")
+
+
+def scenarios(folder: Path = SCENARIOS) -> tuple[Case, ...]:
+    """All scenarios, in the order of their ids.
+
+    Raises:
+        CaseError: one is malformed.
+    """
+    return load_cases(folder)
+
+
+def platforms() -> tuple[Platform, ...]:
+    """What the system tests can be run on."""
+    return load_platforms(PLATFORMS)
+
+
+def by(launcher: str | None, case: Case) -> Case:
+    """The scenario, started by ``launcher`` instead of its own; None keeps that."""
+    if launcher not in (None, "torchrun", "warm"):
+        raise ValueError(launcher)
+    return case if launcher is None else replace(case, launcher=launcher)  # type: ignore[arg-type]
+
+
+def launchers(folder: Path) -> Mapping[str, Launcher]:
+    """Both launchers; ``folder`` gets the logs of the warm servers."""
+    return {"warm": Hosts(folder), "torchrun": Torchrun()}
+
+
+def session(
+    folder: Path,
+    platform: Platform,
+    *,
+    jobs: int = 1,
+    keep: bool = False,
+    argv: Sequence[str] = (),
+    tell: Callable[[ResultRecord], None] = lambda result: None,
+) -> Session:
+    """Begin a run of scenarios on a platform."""
+    return Session(
+        build_adapter("hyper_resume"),
+        folder,
+        platform=platform,
+        jobs=jobs,
+        keep=keep,
+        argv=argv,
+        command="python -m st run",
+        launchers=launchers,
+        tell=tell,
+    )

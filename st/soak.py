@@ -1,0 +1,335 @@
+"""The soak: one training that is killed again and again at random moments, and ends where the uninterrupted one ends.
+
+The moments are drawn before anything is started, from a seed: after a step, before or in a save, between its commit and the
+pointer, before one of its file operations on one rank, at an epoch's end, in a load; all ranks or one of them; SIGKILL or
+SIGTERM. They are events of the training, not times, so a seed and a number name a kill for good.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from conformance.adapter import Adapter
+from conformance.case import LegFault, Moment
+from conformance.given import complete
+from conformance.processes import Launcher
+from conformance.record import Trajectory, TrajectoryRecord
+from conformance.results import KillRecord, Outcome
+from st.lives import LATEST, Life, LifeError, Lives, RedError, Training, reference_of
+
+SAVE_STEPS = 3
+# Between two kills lie 1 to this many steps.
+_MOST_STEPS = 6
+_STEPS_AFTER_LAST = 5
+# More than a resume may fall back to.
+_KEPT_CHECKPOINTS = 4
+_TINY: Mapping[str, Any] = {
+    "world_size": 4,
+    "parallel": "tp2-fsdp",
+    "data": {"samples": 32},
+    "noise": ["loss", "dataset"],
+    "scheduler": "sequential",
+    "checkpoint": {"save_steps": SAVE_STEPS, "save_epochs": 0},
+}
+_DEMO: Mapping[str, Any] = {
+    "world_size": 4,
+    "config": "examples/training_demo/demo.yaml",
+    "overrides": [
+        "--data.seq_length=32",
+        "--data.max_samples=32",
+        "--training.num_train_epochs=100000",
+        "--training.progress_bar=false",
+    ],
+    "checkpoint": {"save_steps": SAVE_STEPS, "save_epochs": 0},
+}
+_SAVE_MOMENTS: tuple[Moment, ...] = ("before_commit", "before_pointer", "file_operation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained. ``steps_per_epoch`` and ``samples`` follow from ``given``; ``copies`` ranks read each sample."""
+
+    title: str
+    given: Mapping[str, Any]
+    steps_per_epoch: int
+    samples: int
+    copies: int
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "tiny": Workload(
+        title="a tiny model, tensor-parallel by two and sharded by two",
+        given=_TINY,
+        steps_per_epoch=4,
+        samples=32,
+        copies=2,
+    ),
+    "tiny-async": Workload(
+        title="the same with saves beside training",
+        given={**_TINY, "checkpoint": {**_TINY["checkpoint"], "is_async": True}},
+        steps_per_epoch=4,
+        samples=32,
+        copies=2,
+    ),
+    "demo": Workload(
+        title="the demo's Qwen3-MoE by the real program, short sequences",
+        given=_DEMO,
+        steps_per_epoch=8,
+        samples=32,
+        copies=2,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """One kill that was drawn."""
+
+    number: int
+    fault: LegFault
+
+    @property
+    def words(self) -> str:
+        """It, as a person says it."""
+        fault = self.fault
+        places = {
+            "after_step": f"after step {fault.after_step}",
+            "after_epoch": f"at the epoch's end, step {fault.after_step}",
+            "before_save": f"before the hooks of step {fault.after_step}",
+            "before_commit": f"between shards and commit of step {fault.after_step}",
+            "before_pointer": f"between commit and pointer of step {fault.after_step}",
+            "during_load": "in the load",
+            "file_operation": (
+                f"at file operation {fault.operation} of rank {fault.rank} in the save of step {fault.after_step}"
+            ),
+        }
+        signal = {"kill": "SIGKILL", "terminate": "SIGTERM"}[fault.kind]
+        victims = "all ranks" if fault.victims == "all" else fault.victims.replace("-", " ") + " alone"
+        return f"{signal} to {victims} {places[fault.moment]}"
+
+
+def draw(kills: int, seed: int, steps_per_epoch: int, operations: Sequence[int]) -> tuple[Kill, ...]:
+    """Draw the kills of a soak, in the order of their steps.
+
+    Args:
+        kills: how many.
+        seed: of the draw.
+        steps_per_epoch: of the training.
+        operations: how many file operations a save has, by rank.
+    """
+    dice = random.Random(seed)
+    drawn: list[Kill] = []
+    step = 0
+    for number in range(1, kills + 1):
+        moments: list[Moment] = ["after_step", "before_save", "after_epoch", *_SAVE_MOMENTS, "file_operation"]
+        if step >= 3 * SAVE_STEPS:
+            # Only then a checkpoint is there for certain.
+            moments.append("during_load")
+        moment = dice.choice(moments)
+        fault = LegFault(kind="kill", after_step=0, moment=moment)
+        if moment != "during_load":
+            step = _next_step(step + dice.randint(1, _MOST_STEPS), moment, steps_per_epoch)
+            fault = replace(fault, after_step=step)
+        if moment == "file_operation":
+            rank = dice.randrange(len(operations))
+            fault = replace(fault, rank=rank, operation=dice.randint(1, operations[rank]))
+        elif moment in ("after_step", "before_save") and dice.random() < 0.3:
+            if dice.random() < 0.5:
+                fault = replace(fault, victims=f"rank-{dice.randrange(len(operations))}")
+            else:
+                fault = replace(fault, kind="terminate")
+        drawn.append(Kill(number=number, fault=fault))
+    return tuple(drawn)
+
+
+def _next_step(step: int, moment: Moment, steps_per_epoch: int) -> int:
+    """The first step from ``step`` on at which there is such a moment."""
+    every = SAVE_STEPS if moment in _SAVE_MOMENTS else steps_per_epoch if moment == "after_epoch" else 1
+    return -(-step // every) * every
+
+
+@dataclass
+class Survivors:
+    """The steps that count in the end: of a step that was trained again, the last time."""
+
+    records: dict[int, list[TrajectoryRecord]] = field(default_factory=dict)
+
+    def add(self, life: Life, trajectory: Trajectory) -> None:
+        """Take in a life: what earlier ones trained behind the step that it restored is lost."""
+        for rank in range(len(life.record.ranks)):
+            kept = [record for record in self.records.get(rank, []) if record.global_step <= life.restored]
+            own = [record for record in trajectory.records.get(rank, ()) if record.global_step <= life.last_step]
+            self.records[rank] = kept + own
+
+    def problems(self, workload: Workload, until_step: int) -> list[str]:
+        """Steps that are missing or stand twice, and epochs in which a sample does not come exactly once."""
+        found = []
+        for rank, records in sorted(self.records.items()):
+            steps = [record.global_step for record in records]
+            if steps != list(range(1, until_step + 1)):
+                found.append(f"rank {rank}: the surviving steps are not 1..{until_step} each once")
+        for epoch in range(until_step // workload.steps_per_epoch):
+            ids = [
+                number
+                for records in self.records.values()
+                for record in records
+                if record.epoch == epoch
+                for number in record.sample_ids
+            ]
+            if sorted(ids) != sorted(list(range(workload.samples)) * workload.copies):
+                found.append(f"epoch {epoch}: not each of {workload.samples} samples once for {workload.copies} ranks")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soaked:
+    """What a soak came to."""
+
+    outcome: Outcome
+    reason: str
+    kills: tuple[KillRecord, ...]
+    until_step: int
+    seconds_of_lives: float
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        lost = [kill.lost_steps for kill in self.kills if kill.lost_steps is not None]
+        rate = 60 * len(self.kills) / self.seconds_of_lives if self.seconds_of_lives else 0.0
+        ends = "ends bit for bit where the uninterrupted run ends" if self.outcome == "pass" else self.reason
+        return (
+            f"{len(self.kills)} kills, {self.until_step} steps: {ends}; lost at most {max(lost, default=0)} steps; "
+            f"{rate:.0f} kill-and-resume cycles a minute"
+        )
+
+
+class Soak:
+    """Soaks into ``folder``, the run's."""
+
+    def __init__(
+        self, folder: Path, adapter: Adapter, launcher: Launcher, *, aside: Launcher, sabotage: str | None = None
+    ) -> None:
+        """Nothing is started yet. ``aside`` starts what nobody kills; ``sabotage`` is put into every life."""
+        self._folder, self._adapter, self._launcher, self._aside = folder, adapter, launcher, aside
+        self._sabotage = sabotage
+
+    def run(self, name: str, *, kills: int, seed: int, tell: Callable[[KillRecord, Kill], None]) -> Soaked:
+        """Soak one workload.
+
+        Args:
+            name: of :data:`WORKLOADS`.
+            kills: how often it is killed.
+            seed: of the draw.
+            tell: called with each kill when the life after it was judged.
+
+        Raises:
+            LifeError: the reference can't be made.
+        """
+        workload = WORKLOADS[name]
+        operations = self._operations(name, workload)
+        drawn = draw(kills, seed, workload.steps_per_epoch, operations)
+        until_step = max(kill.fault.after_step for kill in drawn) + _STEPS_AFTER_LAST
+        training = Training(given=workload.given, until_step=until_step, save_steps=SAVE_STEPS)
+        reference = reference_of(training, self._folder, self._adapter, self._aside)
+        folder = self._folder / f"soak.{name}"
+        lives = Lives(training, reference, folder, self._folder, self._adapter, self._launcher, sabotage=self._sabotage)
+        story = _Story(name, training, lives, tell)
+        begun = time.monotonic()
+        outcome, reason = story.run(drawn)
+        if outcome == "pass":
+            problems = story.survivors.problems(workload, until_step)
+            outcome, reason = ("fail", "; ".join(problems)) if problems else (outcome, reason)
+        seconds = time.monotonic() - begun
+        if outcome == "pass":
+            shutil.rmtree(folder)
+        return Soaked(
+            outcome=outcome, reason=reason, kills=tuple(story.kills), until_step=until_step, seconds_of_lives=seconds
+        )
+
+    def _operations(self, name: str, workload: Workload) -> list[int]:
+        """How many file operations a save has, by rank: of a run that nobody kills."""
+        training = Training(given=workload.given, until_step=SAVE_STEPS + 1, save_steps=SAVE_STEPS)
+        reference = reference_of(training, self._folder, self._adapter, self._aside)
+        folder = self._folder / f"soak.{name}.counting"
+        lives = Lives(training, reference, folder, self._folder, self._adapter, self._aside)
+        try:
+            life = lives.live("saving", restore_from=None, more={"tell_operations": True})
+        except RedError as error:
+            raise LifeError(f"a run that nobody killed: {error}") from error
+        shutil.rmtree(folder)
+        told = [event for event in life.evidence.events("operation", None) if event.data["save"] == SAVE_STEPS]
+        ranks = complete(workload.given, name).world_size
+        return [sum(event.rank == rank for event in told) for rank in range(ranks)]
+
+
+class _Story:
+    """The lives in their order, and what is told of them."""
+
+    def __init__(self, name: str, training: Training, lives: Lives, tell: Callable[[KillRecord, Kill], None]) -> None:
+        self._name, self._training, self._lives, self._tell = name, training, lives, tell
+        self.kills: list[KillRecord] = []
+        self.survivors = Survivors()
+
+    def run(self, drawn: Sequence[Kill]) -> tuple[Outcome, str]:
+        """Live all of them and the last one; stops at the first that is red."""
+        before: tuple[Kill, Life, float] | None = None
+        for kill in [*drawn, None]:
+            begun = time.monotonic()
+            try:
+                life = self._live(kill, before)
+            except RedError as error:
+                self._say(before, None, "fail", str(error))
+                return "fail", self._where(kill, error)
+            except LifeError as error:
+                self._say(before, None, "error", str(error))
+                return "error", self._where(kill, error)
+            self._say(before, life, "pass", "")
+            if kill is not None:
+                before = (kill, life, time.monotonic() - begun)
+        return "pass", ""
+
+    def _live(self, kill: Kill | None, before: tuple[Kill, Life, float] | None) -> Life:
+        leg = "resumed-last" if kill is None else f"interrupted-{kill.number}"
+        life = self._lives.live(leg, restore_from=LATEST, fault=kill.fault if kill else None)
+        if before is not None:
+            lost = before[1].last_step - life.restored
+            if lost > self._training.lost_at_most:
+                raise RedError(f"{lost} steps are lost, more than {self._training.lost_at_most}")
+        if life.last_step > life.restored:
+            self.survivors.add(life, life.evidence.trajectory)
+        self._lives.prune(_KEPT_CHECKPOINTS)
+        shutil.rmtree(life.evidence.folder)
+        return life
+
+    def _say(self, before: tuple[Kill, Life, float] | None, life: Life | None, outcome: Outcome, reason: str) -> None:
+        if before is None:
+            return
+        kill, killed, seconds = before
+        record = KillRecord(
+            key=f"soak.{self._name}",
+            number=kill.number,
+            mode=self._name,
+            moment=kill.fault.moment,
+            step=kill.fault.after_step,
+            rank=kill.fault.rank,
+            operation=kill.fault.operation,
+            what=kill.words,
+            victims=kill.fault.victims,
+            last_step=killed.last_step,
+            resumed_at=life.restored if life else None,
+            lost_steps=killed.last_step - life.restored if life else None,
+            outcome=outcome,
+            reason=reason,
+            seconds=seconds,
+        )
+        self.kills.append(record)
+        self._tell(record, kill)
+
+    def _where(self, kill: Kill | None, error: Exception) -> str:
+        return f"{'the last life' if kill is None else f'the life up to kill {kill.number} ({kill.words})'}: {error}"

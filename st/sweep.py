@@ -1,0 +1,252 @@
+"""The crash sweep: a save is killed before each of its file operations, on every rank, and the training resumed.
+
+For each mode a clean leg first tells every change on disk that the save under test makes (:mod:`conformance.file_operations`).
+Each of them is then a point: a fresh copy of the disk, a leg that is killed right before that change, and a leg that resumes
+from LATEST and trains to the end. The other ranks are killed wherever they are when the one rank stands at its point.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from conformance.adapter import Adapter
+from conformance.case import LegFault
+from conformance.processes import Launcher
+from conformance.results import KillRecord, Outcome
+from st.lives import LATEST, Life, LifeError, Lives, RedError, Reference, Training, reference_of
+
+SAVE_STEPS = 3
+# The save that is killed, and the one that it may fall back to.
+STEP, BEFORE = 6, 3
+_GIVEN: Mapping[str, Any] = {
+    "world_size": 4,
+    "parallel": "tp2-fsdp",
+    "data": {"samples": 32},
+    "checkpoint": {"save_steps": SAVE_STEPS, "save_epochs": 0},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """One way to save. ``checkpoint`` is given beside the rest; ``prepare`` says what stands on the disk before."""
+
+    title: str
+    checkpoint: Mapping[str, Any]
+    prepare: str = "earlier"
+
+
+# earlier: the checkpoint of step 3. dead save: and what a save of step 6 that was killed has left. same step: and a whole
+# checkpoint of step 6.
+MODES: Mapping[str, Mode] = {
+    "sync": Mode(title="a save that training waits for", checkpoint={}),
+    "async": Mode(title="a save beside training", checkpoint={"is_async": True}),
+    "embedded": Mode(title="training state inside the DCP payload", checkpoint={"save_extra_state_per_rank": False}),
+    "leftovers": Mode(title="a save that clears what a dead one left", checkpoint={}, prepare="dead save"),
+    "again": Mode(title="a step that is saved again after going back", checkpoint={}, prepare="same step"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One change on disk in the save under test."""
+
+    rank: int
+    operation: int
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swept:
+    """What a sweep of one mode came to. ``points`` is how many there are, ``kills`` those that were tried."""
+
+    mode: str
+    points: int
+    kills: tuple[KillRecord, ...]
+
+    @property
+    def outcome(self) -> Outcome:
+        """``pass`` when every point that was tried passed, and some were."""
+        found = {kill.outcome for kill in self.kills}
+        if "fail" in found:
+            return "fail"
+        return "pass" if found == {"pass"} else "error"
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        lost = [kill.lost_steps for kill in self.kills if kill.lost_steps is not None]
+        red = sum(kill.outcome != "pass" for kill in self.kills)
+        new = sum(kill.resumed_at == STEP for kill in self.kills)
+        return (
+            f"{len(self.kills)} of {self.points} points tried, {red} red; resumed at step {STEP} {new} times, else at "
+            f"{BEFORE}; lost at most {max(lost, default=0)} steps"
+        )
+
+
+class Sweep:
+    """Sweeps modes into ``folder``, the run's. ``sabotage`` puts a defect of the matrix into each leg under test."""
+
+    def __init__(
+        self, folder: Path, adapter: Adapter, launcher: Launcher, *, sabotage: str | None = None, keep: bool = False
+    ) -> None:
+        """Nothing is started yet. ``keep`` keeps what green points leave too."""
+        self._folder, self._adapter, self._launcher = folder, adapter, launcher
+        self._sabotage, self._keep = sabotage, keep
+
+    def run(
+        self, name: str, *, share: float, seed: int, jobs: int, only: Point | None, tell: Callable[[KillRecord], None]
+    ) -> Swept:
+        """Sweep one mode.
+
+        Args:
+            name: of :data:`MODES`.
+            share: of the points that is tried, drawn by ``seed``; 1 is all of them.
+            seed: of the draw.
+            jobs: points at a time.
+            only: this one alone (its ``what`` is looked up).
+            tell: called with each point, in order.
+
+        Raises:
+            LifeError: the reference, or what has to stand on the disk before, can't be made.
+        """
+        mode = MODES[name]
+        given = {**_GIVEN, "checkpoint": {**_GIVEN["checkpoint"], **mode.checkpoint}}
+        training = Training(given=given, until_step=STEP + 2, save_steps=SAVE_STEPS)
+        reference = reference_of(training, self._folder, self._adapter, self._launcher)
+        # What stands on the disk before is saved by one that is waited for: it must be there, whenever it is killed.
+        checkpoint = {**given["checkpoint"], "is_async": False}
+        base = self._prepare(name, mode, replace(training, given={**given, "checkpoint": checkpoint}), reference)
+        points = list(self._points(name, base, training, reference))
+        chosen = _choose(points, share, seed, only)
+        kills = []
+        with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="sweep") as pool:
+            numbered = enumerate(chosen, start=1)
+            futures = [
+                pool.submit(self._try, name, number, point, base, training, reference) for number, point in numbered
+            ]
+            for future in futures:
+                kills.append(future.result())
+                tell(kills[-1])
+        if not self._keep:
+            shutil.rmtree(base)
+        return Swept(mode=name, points=len(points), kills=tuple(kills))
+
+    def _lives(self, folder: Path, training: Training, reference: Reference, *, sabotaged: bool = False) -> Lives:
+        sabotage = self._sabotage if sabotaged else None
+        return Lives(training, reference, folder, self._folder, self._adapter, self._launcher, sabotage=sabotage)
+
+    def _prepare(self, name: str, mode: Mode, training: Training, reference: Reference) -> Path:
+        """Make the disk that every point begins with."""
+        folder = self._folder / f"sweep.{name}" / "base"
+        lives = self._lives(folder, training, reference)
+        try:
+            lives.live("saving", restore_from=None, fault=LegFault(kind="kill", after_step=STEP - 1))
+            if mode.prepare == "dead save":
+                fault = LegFault(kind="kill", after_step=STEP, moment="before_commit")
+                lives.live("interrupted", fault=fault)
+            elif mode.prepare == "same step":
+                lives.live("interrupted", fault=LegFault(kind="kill", after_step=STEP))
+        except RedError as error:
+            raise LifeError(f"the disk before the save can't be made: {error}") from error
+        return folder
+
+    def _points(self, name: str, base: Path, training: Training, reference: Reference) -> Iterator[Point]:
+        """Every change on disk of the save under test, told by a leg that nobody kills."""
+        folder = self._folder / f"sweep.{name}" / "counting"
+        shutil.copytree(base / "disk", folder / "disk", symlinks=True)
+        lives = self._lives(folder, training, reference)
+        try:
+            life = lives.live("saving", restore_from=f"global_step_{BEFORE}", more={"tell_operations": True})
+        except RedError as error:
+            raise LifeError(f"a save that nobody killed: {error}") from error
+        for event in life.evidence.events("operation", None):
+            if event.data["save"] == STEP:
+                what = f"{event.data['what']} {_nameless(event.data['where'])}"
+                yield Point(rank=event.rank, operation=event.data["number"], what=what)
+        shutil.rmtree(folder)
+
+    def _try(
+        self, name: str, number: int, point: Point, base: Path, training: Training, reference: Reference
+    ) -> KillRecord:
+        begun = time.monotonic()
+        folder = self._folder / f"sweep.{name}" / f"rank-{point.rank}-operation-{point.operation}"
+        shutil.copytree(base / "disk", folder / "disk", symlinks=True)
+        outcome: Outcome
+        killed, resumed, outcome, reason = None, None, "pass", ""
+        try:
+            lives = self._lives(folder, training, reference, sabotaged=True)
+            killed = lives.live("interrupted", restore_from=f"global_step_{BEFORE}", fault=_fault(point))
+            resumed = lives.live("resumed", restore_from=LATEST)
+            _require_little_lost(training, killed, resumed)
+            _require_clean(lives)
+        except RedError as error:
+            outcome, reason = "fail", str(error)
+        except LifeError as error:
+            outcome, reason = "error", str(error)
+        if outcome == "pass" and not self._keep:
+            shutil.rmtree(folder)
+        return KillRecord(
+            key=f"sweep.{name}",
+            number=number,
+            mode=name,
+            moment="file_operation",
+            step=STEP,
+            rank=point.rank,
+            operation=point.operation,
+            what=point.what,
+            victims="all",
+            last_step=killed.last_step if killed else None,
+            resumed_at=resumed.restored if resumed else None,
+            lost_steps=killed.last_step - resumed.restored if killed and resumed else None,
+            outcome=outcome,
+            reason=reason,
+            seconds=time.monotonic() - begun,
+        )
+
+
+def _fault(point: Point) -> LegFault:
+    return LegFault(kind="kill", after_step=STEP, moment="file_operation", rank=point.rank, operation=point.operation)
+
+
+def _choose(points: Sequence[Point], share: float, seed: int, only: Point | None) -> list[Point]:
+    if only is not None:
+        chosen = [item for item in points if (item.rank, item.operation) == (only.rank, only.operation)]
+        if not chosen:
+            raise LifeError(f"the save has no file operation {only.operation} of rank {only.rank}")
+        return chosen
+    count = max(1, round(share * len(points)))
+    drawn = sorted(random.Random(seed).sample(range(len(points)), count))
+    return [points[place] for place in drawn]
+
+
+def _require_little_lost(training: Training, killed: Life, resumed: Life) -> None:
+    lost = killed.last_step - resumed.restored
+    if lost > training.lost_at_most:
+        raise RedError(f"{lost} steps are lost, more than {training.lost_at_most}")
+
+
+def _require_clean(lives: Lives) -> None:
+    """The resumed training saved again, and what the killed save had left is gone."""
+    left = [path.name for path in (lives.checkpoints / ".staging").glob("*")]
+    if left:
+        raise RedError(f"left behind in .staging: {left}")
+
+
+def _nameless(where: str) -> str:
+    """A path without the random part of a staging directory's or a temporary's name, so that runs can be compared."""
+    head, *rest = where.split("/")
+    if head != ".staging" or not rest:
+        return where
+    stem, _, mark = rest[0].partition(".")
+    name = rest[0] if not mark else stem + (".txt" if mark.startswith("txt") else "") + ".*"
+    return "/".join([head, name, *rest[1:]])
+
+
+__all__ = ["MODES", "Mode", "Point", "Sweep", "Swept"]

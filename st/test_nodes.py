@@ -1,0 +1,184 @@
+"""torchrun's own restart: one rank is killed, the agent starts all ranks again by itself, and they resume by themselves.
+
+Nothing of the harness is in the ranks: the agent runs the trainer's own program, with LATEST from the very first start on.
+Each life of the ranks records into a folder of its own (``life_0``, ``life_1``), named after the count that the agent gives
+them. In one file the second life's steps would stand behind the first one's, and where both have a step one of the two
+would have to be passed over; so each life is read, and held against the reference, by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from conformance.adapter import Job, build_adapter
+from conformance.compare import compare_trajectories
+from conformance.given import complete
+from conformance.legs import LegPlan, run_leg
+from conformance.processes import QUIET, Hosts
+from conformance.record import Trajectory, read_trajectory
+from st import processes
+from st.launcher import TRAINER, free_port
+from st.supervisor import Tail, read_pointer
+
+_CHECKOUT = Path(__file__).resolve().parent.parent
+_CONFIG = "examples/training_demo/demo.yaml"
+_RANKS = 4
+_LAST_STEP = 25
+_KILLED_AFTER = 13
+_VICTIM = 2
+_SECONDS = 240.0
+# What each rank runs: the program, told where its life is recorded.
+_LIFE = ("sh", "-c", 'exec "$@" --trajectory.dir="$LIVES/life_$TORCHELASTIC_RESTART_COUNT"', "life")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A running agent, and where its ranks write."""
+
+    agent: subprocess.Popen[bytes]
+    folder: Path
+    token: str
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def life(self, number: int) -> Path:
+        return self.folder / f"life_{number}"
+
+
+@pytest.mark.cpu4
+@pytest.mark.timeout(600)
+def test_ranks_that_torchrun_restarts_resume_from_latest_and_end_where_nobody_was_killed(tmp_path: Path) -> None:
+    """One rank dies of SIGKILL; the second life of all begins behind the last save and is the reference's, bit for bit."""
+    with _started(tmp_path) as run:
+        _await_step(run, _KILLED_AFTER)
+        assert _kill(run, _VICTIM) == -signal.SIGKILL
+        # With a rank dead nobody commits a save any more.
+        resumed_at = read_pointer(run.checkpoints)
+        assert run.agent.wait(timeout=_SECONDS) == 0, _told(run)
+        assert processes.marked(run.token) == []
+    assert [path.name for path in sorted(tmp_path.glob("life_*"))] == ["life_0", "life_1"]
+    first, second = (read_trajectory(run.life(number), ranks=_RANKS) for number in (0, 1))
+    assert resumed_at in (10, 20)
+    assert _steps(first)[0] == {1}
+    last = first.last_common_step()
+    assert last is not None
+    assert last >= max(_KILLED_AFTER, resumed_at)
+    assert _steps(second) == ({resumed_at + 1}, {_LAST_STEP})
+    reference = _reference(tmp_path / "reference")
+    for life, begin, end in ((first, 1, last), (second, resumed_at + 1, _LAST_STEP)):
+        assert compare_trajectories(reference, life, begin, end).divergence is None
+    assert read_pointer(run.checkpoints) == _LAST_STEP
+
+
+@contextmanager
+def _started(folder: Path) -> Iterator[_Run]:
+    """Start the agent; whatever is left of it and its ranks is dead behind this."""
+    token = uuid.uuid4().hex
+    paths = [str(_CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        **QUIET,
+        processes.MARK: token,
+        "LIVES": str(folder),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with ExitStack() as stack:
+        stack.enter_context(processes.subreaper())
+        log = stack.enter_context((folder / "agent.log").open("wb"))
+        agent = subprocess.Popen(
+            _command(folder),
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield _Run(agent=agent, folder=folder, token=token)
+        finally:
+            agent.kill()
+            agent.wait()
+            processes.sweep(token, set())
+
+
+def _command(folder: Path) -> tuple[str, ...]:
+    return (
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(_RANKS), "--max-restarts", "1"),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+        *("--monitor-interval", "0.5"),
+        *("--redirects", "3", "--log-dir", str(folder / "logs"), "--no-python"),
+        *(*_LIFE, sys.executable, *TRAINER, str(_CHECKOUT / _CONFIG)),
+        *(f"--checkpoint.checkpoint_dir={folder / 'checkpoints'}", "--checkpoint.restore_from=LATEST"),
+        *(f"--training.max_steps={_LAST_STEP}", "--accelerator.device=cpu", "--trajectory.digests=true"),
+    )
+
+
+def _await_step(run: _Run, step: int) -> None:
+    """Follow the records until every rank of the first life has finished ``step``."""
+    tail, deadline = Tail(run.life(0), _RANKS), time.monotonic() + _SECONDS
+    while min(tail.last_steps) < step:
+        assert run.agent.poll() is None, _told(run)
+        assert time.monotonic() < deadline, f"only at steps {tail.last_steps}; {_told(run)}"
+        time.sleep(0.005)
+        tail.poll()
+
+
+def _kill(run: _Run, rank: int) -> int | None:
+    """Kill one rank, and read its exit code (negative: a signal) from the kernel before its agent reaps it."""
+    victim = processes.ranks_of(run.agent.pid)[rank]
+    processes.kill(victim)
+    while (now := processes.read(victim.pid)) is not None and now.start_ticks == victim.start_ticks:
+        if now.status is not None:
+            return os.waitstatus_to_exitcode(now.status)
+        time.sleep(0.001)
+    return None
+
+
+def _steps(life: Trajectory) -> tuple[set[int | None], set[int | None]]:
+    """The first and the last steps of its ranks."""
+    return {life.first_step(rank) for rank in life.ranks}, {life.last_step(rank) for rank in life.ranks}
+
+
+def _reference(folder: Path) -> Trajectory:
+    """The same training, uninterrupted. It is forked from a process that has torch loaded, which changes no bit."""
+    folder.mkdir()
+    job = Job(
+        task="train",
+        leg="reference",
+        checkpoint_dir="../disk/checkpoints",
+        world_size=_RANKS,
+        given=complete({"config": _CONFIG, "world_size": _RANKS}, "test_nodes"),
+        until_step=_LAST_STEP,
+    )
+    leg = folder / "leg"
+    plan = LegPlan(key="reference", job=job, folder=leg, run=folder, disk=folder / "disk", limit_seconds=_SECONDS)
+    hosts = Hosts(folder)
+    try:
+        record = run_leg(plan, build_adapter("hyper_resume"), hosts)
+    finally:
+        hosts.close()
+    assert (record.trouble, [end.exit_code for end in record.ranks]) == (None, [0] * _RANKS)
+    return read_trajectory(leg, ranks=_RANKS)
+
+
+def _told(run: _Run) -> str:
+    """What the agent and the ranks said last."""
+    logs = [run.folder / "agent.log", *sorted((run.folder / "logs").rglob("std*.log"))]
+    lines = [f"{log.relative_to(run.folder)}: {log.read_text(errors='replace')[-1500:]}" for log in logs]
+    return "\n".join(lines)

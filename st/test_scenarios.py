@@ -1,0 +1,48 @@
+"""Every scenario on every platform that requires it: one test each, its id and the platform in the test's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from _pytest.mark import ParameterSet
+
+from conformance.case import Case
+from conformance.platforms import Platform
+from conformance.session import GOOD, Session, Work
+from st import running
+from st.presence import lacking
+
+# The sum of its legs' limits ends a scenario first.
+_LIMIT_SECONDS = 1800
+
+
+def _rows() -> list[ParameterSet]:
+    rows = []
+    for platform in running.platforms():
+        for case in running.scenarios():
+            if platform.takes(case):
+                marks = [getattr(pytest.mark, platform.id), getattr(pytest.mark, f"class_{case.id[0].lower()}")]
+                rows.append(pytest.param(case, platform, id=f"{case.id}-{platform.id}", marks=marks))
+    return rows
+
+
+@pytest.mark.timeout(_LIMIT_SECONDS)
+@pytest.mark.parametrize(("case", "platform"), _rows())
+def test_scenario(
+    case: Case, platform: Platform, st_session: Callable[[Platform], Session], request: pytest.FixtureRequest
+) -> None:
+    """The scenario comes to what its level asks for; a platform that is not there is told, never passed."""
+    reason = lacking(platform)
+    if reason is not None:
+        told = f"unsupported: {case.id}: {reason}"
+        assert platform.id not in request.config.getoption("require"), f"--require {platform.id}: {told}"
+        pytest.skip(told)
+    chosen = running.by(request.config.getoption("launcher"), case)
+    session = st_session(platform)
+    (result,) = session.run([Work(case=chosen)])
+    if result.outcome == "unsupported":
+        pytest.fail(f"unsupported, although {platform.id} is there: {result.reason}")
+    assert result.outcome in GOOD, (
+        f"{result.outcome}: {result.reason}\nevidence: {session.folder / result.key}\nagain: {result.reproduce}"
+    )

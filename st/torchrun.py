@@ -1,0 +1,296 @@
+"""Legs under torchrun: one agent a node, each rank a process that its agent started in a session of its own.
+
+What this knows of them, it knows from the kernel:
+
+* a rank is a child of an agent with RANK in its environment; a signal to the agent's process group would miss it;
+* a rank that ended is a zombie until its agent reaps it, and its wait status can be read meanwhile (``/proc/PID/stat``). The
+  agents look at their ranks twice a second, this does a hundred times;
+* a rank whose agent was killed becomes a child of this process (:func:`st.processes.subreaper`), which then reaps it itself;
+* whatever else a leg left behind carries the leg's mark in its environment.
+
+An agent that is to lose its ranks politely is stopped first (SIGSTOP), so that it neither reaps nor signals one of them before
+their ends are known, and gets its own SIGTERM when all of them have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from conformance.evidence import rank_log
+from conformance.processes import QUIET, HostError, LegOrder, RunningLeg, rank_end
+from conformance.results import RankEnd
+from st import processes
+from st.launcher import free_port
+
+_CHECKOUT = Path(__file__).resolve().parent.parent
+_POLL_SECONDS = 0.01
+# How often /proc is searched for ranks that were not found yet.
+_SEARCH_SECONDS = 0.05
+_MONITOR_SECONDS = 0.5
+_LOGS = "torchrun"
+_FAILURE = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*(-?\d+)")
+
+
+class Torchrun:
+    """A :class:`conformance.processes.Launcher` that starts every leg under torchrun. Threads may share it."""
+
+    def __init__(self) -> None:
+        """Begin to adopt orphans, for as long as this lives. No agent starts its ranks again: a leg is one life."""
+        self._stack = ExitStack()
+        self._stack.enter_context(processes.subreaper())
+        self._lock = threading.Lock()
+        self._legs: list[TorchrunLeg] = []
+        self._is_stopped = False
+
+    def start(self, order: LegOrder) -> RunningLeg:
+        """Start the agents, which start the ranks.
+
+        Raises:
+            HostError: this is stopped.
+        """
+        with self._lock:
+            if self._is_stopped:
+                raise HostError("no leg is started any more")
+            leg = TorchrunLeg(order)
+            self._legs = [*(other for other in self._legs if not other.is_cleared), leg]
+        return leg
+
+    def wait(self) -> None:
+        """Wait a moment."""
+        time.sleep(_POLL_SECONDS)
+
+    def stop(self) -> None:
+        """Kill every running leg."""
+        with self._lock:
+            self._is_stopped = True
+            legs = list(self._legs)
+        for leg in legs:
+            leg.strike(range(len(leg.ranks)), signal.SIGKILL)
+
+    def close(self) -> None:
+        """Adopt no more."""
+        self._stack.close()
+
+
+class TorchrunLeg:
+    """The agents and ranks of one leg."""
+
+    name = "torchrun"
+
+    def __init__(self, order: LegOrder) -> None:
+        """Start the agents; the ranks are found as they appear."""
+        self._folder = order.folder
+        self._size = len(order.launches) // order.nodes
+        self._token = uuid.uuid4().hex
+        self.is_cleared = False
+        self._searched_at = 0.0
+        self.ranks: list[TorchrunRank] = [TorchrunRank(self, rank) for rank in range(len(order.launches))]
+        self.agents: list[Agent] = []
+        port = free_port()
+        for node in range(order.nodes):
+            self.agents.append(self._start_agent(order, node, port))
+
+    def _start_agent(self, order: LegOrder, node: int, port: int) -> Agent:
+        launch = order.launches[0]
+        command = (
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", str(order.nodes), "--node-rank", str(node), "--nproc-per-node", str(self._size)),
+            *("--max-restarts", "0", "--monitor-interval", str(_MONITOR_SECONDS)),
+            *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+            *("--redirects", "3", "--log-dir", str(self._folder / _LOGS / f"node_{node}")),
+            *launch.argv[1:],
+            *launch.arguments,
+        )
+        paths = [str(_CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {
+            **os.environ,
+            **QUIET,
+            **launch.environment,
+            **order.environment,
+            processes.MARK: self._token,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONUNBUFFERED": "1",
+        }
+        (self._folder / f"command_agent_{node}.txt").write_text(" ".join(command) + "\n", encoding="utf-8")
+        with (self._folder / f"log_agent_{node}.txt").open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=self._folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # A Ctrl-C at the terminal reaches this process alone, which then ends the leg in its own way.
+                start_new_session=True,
+            )
+        return Agent(self, node, process)
+
+    def members(self, node: int) -> list[TorchrunRank]:
+        """The ranks of a node."""
+        return self.ranks[node * self._size : (node + 1) * self._size]
+
+    def strike(self, ranks: Sequence[int], number: signal.Signals) -> None:
+        """Signal these ranks; the agent of a node that loses all its ranks is killed first, or stopped until they ended."""
+        wanted = set(ranks)
+        for agent in self.agents:
+            own = self.members(agent.node)
+            if not all(rank.number in wanted for rank in own):
+                continue
+            if number == signal.SIGKILL:
+                # Looked for first: the children of a dead agent are no descendants of it.
+                family = processes.descendants(agent.pid)
+                agent.send(number)
+                for process in family:
+                    processes.kill(process)
+            else:
+                agent.freeze()
+        for rank in wanted:
+            self.ranks[rank].send(number)
+
+    def dump(self) -> None:
+        """Stop the agents, so that none of them ends a rank first, and make each rank write its stacks."""
+        self.search(now=True)
+        for agent in self.agents:
+            agent.freeze()
+        for rank in self.ranks:
+            rank.send(signal.SIGABRT)
+
+    def clear(self) -> list[int]:
+        """Kill and reap whatever carries the leg's mark, and put each rank's output where it belongs."""
+        known = {process.pid for rank in self.ranks if (process := rank.process)} | {agent.pid for agent in self.agents}
+        try:
+            with _uninterrupted():
+                left = processes.sweep(self._token, known)
+        except processes.DeathNotProvedError as error:
+            raise HostError(str(error)) from error
+        self.is_cleared = True
+        for agent in self.agents:
+            agent.reap()
+            for local, rank in enumerate(self.members(agent.node)):
+                self._collect_log(agent.node, local, rank.number)
+        shutil.rmtree(self._folder / _LOGS, ignore_errors=True)
+        return left
+
+    def _collect_log(self, node: int, local: int, rank: int) -> None:
+        files = sorted((self._folder / _LOGS / f"node_{node}").glob(f"*/attempt_*/{local}/std*.log"))
+        rank_log(self._folder, rank).write_bytes(b"".join(file.read_bytes() for file in files))
+
+    def search(self, *, now: bool = False) -> None:
+        """Find the ranks that are not known yet."""
+        if all(rank.process for rank in self.ranks) or (
+            not now and time.monotonic() < self._searched_at + _SEARCH_SECONDS
+        ):
+            return
+        self._searched_at = time.monotonic()
+        for agent in self.agents:
+            for number, process in processes.ranks_of(agent.pid).items():
+                if self.ranks[number].process is None:
+                    self.ranks[number].process = process
+
+    def reported(self, rank: int) -> RankEnd:
+        """The end of a rank that nobody saw, as its agent told it: in its report of failures, or by its own good end."""
+        agent = self.agents[rank // self._size]
+        if agent.end is not None and agent.end.exit_code == 0:
+            return RankEnd(exit_code=0, signal=None)
+        log = (self._folder / f"log_agent_{agent.node}.txt").read_text(encoding="utf-8", errors="replace")
+        codes = {int(number): int(code) for number, code in _FAILURE.findall(log)}
+        return rank_end(codes[rank]) if rank in codes else RankEnd(exit_code=None, signal=None)
+
+
+class Agent:
+    """torchrun itself, on one node."""
+
+    def __init__(self, leg: TorchrunLeg, node: int, process: subprocess.Popen[bytes]) -> None:
+        """``process`` was just started."""
+        self._leg, self.node, self._process = leg, node, process
+        self._is_frozen = False
+        self.end: RankEnd | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def poll(self) -> RankEnd | None:
+        """How it ended. One that was stopped goes on to its own end as soon as all its ranks have ended."""
+        if self._is_frozen and all(rank.poll() for rank in self._leg.members(self.node)):
+            self._is_frozen = False
+            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGCONT)
+        code = self._process.poll()
+        if code is not None and self.end is None:
+            self.end = rank_end(code)
+        return self.end
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it, if it lives."""
+        self._process.send_signal(number)
+
+    def freeze(self) -> None:
+        """Stop it until its ranks have ended."""
+        if self._process.poll() is None:
+            self._is_frozen = True
+            self._process.send_signal(signal.SIGSTOP)
+
+    def reap(self) -> None:
+        """Read the end of one that was killed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=10)
+
+
+class TorchrunRank:
+    """One rank; ``process`` is None until it is found."""
+
+    def __init__(self, leg: TorchrunLeg, number: int) -> None:
+        """Of ``leg``."""
+        self._leg, self.number = leg, number
+        self.process: processes.Process | None = None
+        self._end: RankEnd | None = None
+
+    def poll(self) -> RankEnd | None:
+        """How it ended: read by reaping it, or from the kernel before its agent reaps it, or from its agent's report."""
+        if self._end is None:
+            self._leg.search()
+            self._end = self._look()
+        return self._end
+
+    def _look(self) -> RankEnd | None:
+        now = processes.read(self.process.pid) if self.process else None
+        if self.process is None or now is None or now.start_ticks != self.process.start_ticks:
+            # Not there yet, or not any more: only the end of its agent says which.
+            agent = self._leg.agents[self.number // len(self._leg.members(0))]
+            gone = self.process is not None or agent.poll() is not None
+            return self._leg.reported(self.number) if gone and agent.poll() is not None else None
+        if not now.is_zombie:
+            return None
+        if now.parent == os.getpid():
+            return rank_end(os.waitstatus_to_exitcode(processes.reap(now.pid, time.monotonic() + 1)))
+        return rank_end(os.waitstatus_to_exitcode(now.status)) if now.status is not None else None
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it, if it lives."""
+        self._leg.search(now=True)
+        if self.process is not None and self._end is None:
+            processes.kill(self.process, number)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is done: a sweep cut short would leave processes behind."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

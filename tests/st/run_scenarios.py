@@ -1,0 +1,40 @@
+"""The system tests with the stand-in as their trainer; ``DEFECT`` in the environment breaks it.
+
+``python -m tests.st.run_scenarios run S1 ...`` is ``python -m st run S1 ...``, ``pytest -p tests.st.run_scenarios
+st/test_scenarios.py`` is ``pytest st/test_scenarios.py``: with the scenarios and the platforms that lie beside this file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from conformance.adapter import ADAPTERS
+from conformance.case import load_cases
+from conformance.platforms import load_platforms
+from st import running
+from st.__main__ import main
+from tests.conformance.stand_in import FOR_TORCHRUN, MODULE, StandInAdapter
+
+HERE = Path(__file__).parent
+
+
+class Trainer(StandInAdapter):
+    """The stand-in as both launchers can start it."""
+
+    def __init__(self) -> None:
+        super().__init__(os.environ.get("DEFECT", ""), argv=FOR_TORCHRUN, preload=MODULE)
+
+
+def put_in() -> None:
+    """Let this process know no other trainer, scenario and platform."""
+    ADAPTERS["hyper_resume"] = f"{__package__}.run_scenarios:Trainer"
+    running.scenarios = lambda: load_cases(HERE / "scenarios")
+    running.platforms = lambda: load_platforms(HERE / "platforms.yaml")
+
+
+put_in()
+
+if __name__ == "__main__":
+    sys.exit(main())

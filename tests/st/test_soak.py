@@ -1,0 +1,124 @@
+"""The soak: its draw is fixed by the seed and possible, its ledger sees what is lost, and it turns red when it has to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.evidence import LegEvidence
+from conformance.record import Trajectory, TrajectoryRecord
+from conformance.results import KillRecord, LegRecord, RankEnd, read_results
+from st.lives import Life
+from st.soak import SAVE_STEPS, WORKLOADS, Survivors, draw
+
+OPERATIONS = (35, 26, 25, 24)
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def test_a_seed_draws_the_same_kills_again_and_more_kills_only_add_to_them() -> None:
+    assert draw(50, 7, 4, OPERATIONS) == draw(50, 7, 4, OPERATIONS)
+    assert draw(90, 7, 4, OPERATIONS)[:50] == draw(50, 7, 4, OPERATIONS)
+    assert draw(50, 7, 4, OPERATIONS) != draw(50, 8, 4, OPERATIONS)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_drawn_kill_has_a_place_where_it_can_strike(seed: int) -> None:
+    step = 0
+    for kill in draw(200, seed, 5, OPERATIONS):
+        fault = kill.fault
+        if fault.moment == "during_load":
+            # Two whole save intervals back there is a checkpoint, whatever was killed in between.
+            assert step >= 2 * SAVE_STEPS
+            continue
+        assert fault.after_step > step
+        step = fault.after_step
+        if fault.moment in ("before_commit", "before_pointer", "file_operation"):
+            assert step % SAVE_STEPS == 0
+        if fault.moment == "after_epoch":
+            assert step % 5 == 0
+        if fault.moment == "file_operation":
+            assert fault.rank is not None
+            assert fault.operation is not None
+            assert 1 <= fault.operation <= OPERATIONS[fault.rank]
+
+
+def test_a_hundred_kills_meet_every_moment_every_rank_and_both_signals() -> None:
+    faults = [kill.fault for kill in draw(100, 1, 4, OPERATIONS)]
+    assert {fault.moment for fault in faults} == {
+        "after_step", "after_epoch", "before_save", "before_commit", "before_pointer", "file_operation", "during_load",
+    }  # fmt: skip
+    assert {fault.rank for fault in faults if fault.moment == "file_operation"} == {0, 1, 2, 3}
+    assert {fault.kind for fault in faults} == {"kill", "terminate"}
+    assert any(fault.victims != "all" for fault in faults)
+
+
+def life(restored: int, last: int) -> Life:
+    ends = (RankEnd(exit_code=0, signal=None),) * 2
+    record = LegRecord(
+        key="k", leg="resumed", folder="f", launcher="warm", argv=(), until_step=None, restore_from=None, checkpoint_dir="c",
+        sabotage=None, shared=False, agents=(), ranks=ends, first_steps=(), last_steps=(), fault=None, timed_out=False,
+        trouble=None, started_at="", seconds=0.0,
+    )  # fmt: skip
+    evidence = LegEvidence(record=record, folder=Path("f"))
+    return Life(evidence=evidence, restored=restored, last_step=last, latest=0)
+
+
+def trained(first: int, last: int, *, shift: int = 0) -> Trajectory:
+    """Steps of two ranks that share a sample: four samples an epoch, one a step."""
+    records = tuple(
+        TrajectoryRecord(
+            rank=0, global_step=step, epoch=(step - 1) // 4, batch_index=0, loss=1.0, lr=1.0, group_lrs=(1.0,),
+            grad_norm=None, sample_ids=((step - 1 + shift) % 4,), seconds=0.0, digests=None,
+        )
+        for step in range(first, last + 1)
+    )  # fmt: skip
+    return Trajectory(records={0: records, 1: records})
+
+
+TINY = WORKLOADS["tiny"].__class__(title="t", given={}, steps_per_epoch=4, samples=4, copies=2)
+
+
+def test_what_was_trained_again_counts_once() -> None:
+    survivors = Survivors()
+    survivors.add(life(0, 6), trained(1, 6))
+    survivors.add(life(3, 8), trained(4, 8))
+    assert survivors.problems(TINY, 8) == []
+
+
+def test_a_step_that_is_missing_is_seen() -> None:
+    survivors = Survivors()
+    survivors.add(life(0, 4), trained(1, 4))
+    survivors.add(life(5, 8), trained(6, 8))
+    assert "rank 0: the surviving steps are not 1..8 each once" in survivors.problems(TINY, 8)
+
+
+def test_a_sample_that_comes_twice_is_seen() -> None:
+    survivors = Survivors()
+    survivors.add(life(0, 6), trained(1, 6))
+    survivors.add(life(6, 8), trained(7, 8, shift=1))
+    assert survivors.problems(TINY, 8) == ["epoch 1: not each of 4 samples once for 2 ranks"]
+
+
+def soak(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "st", "soak", "--workload", "tiny", "--results", str(folder), *words]
+    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_training_that_is_killed_four_times_ends_where_the_uninterrupted_one_ends(tmp_path: Path) -> None:
+    done = soak(tmp_path / "run", "--kills", "4", "--seed", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 kills" in done.stdout
+    assert "ends bit for bit where the uninterrupted run ends" in done.stdout
+    results = read_results(tmp_path / "run")
+    assert [kill.number for kill in results.of(KillRecord)] == [1, 2, 3, 4]
+    assert results.footer.accepted
+    assert all(kill.lost_steps is not None and kill.lost_steps <= SAVE_STEPS for kill in results.of(KillRecord))
+
+
+def test_a_stream_that_is_not_restored_turns_the_soak_red_at_its_first_resume(tmp_path: Path) -> None:
+    done = soak(tmp_path / "run", "--kills", "2", "--sabotage", "rng-not-restored")
+    assert done.returncode == 1
+    assert "FAIL: resumed at 3, differs at step 4, rank 0, bucket rng_state" in done.stdout

@@ -1,0 +1,70 @@
+"""The crash sweep: its points are the changes on disk that a save really makes, and a save in the wrong order turns it red."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.results import KillRecord, read_results
+from st.lives import LifeError
+from st.sweep import MODES, Point, Swept, _choose, _nameless
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+POINTS = [Point(rank=rank, operation=number, what="write x") for rank in range(2) for number in range(1, 6)]
+
+
+def sweep(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "st", "sweep", "--results", str(folder), *words]
+    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_the_last_changes_of_a_save_are_the_commit_and_the_pointer_and_a_kill_before_them_keeps_the_old_step(
+    tmp_path: Path,
+) -> None:
+    # The 31st change of rank 0 is the rename that makes the step directory visible.
+    done = sweep(tmp_path / "run", "--mode", "sync", "--point", "0:31")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (points,) = re.findall(r"1 of (\d+) points tried, 0 red", done.stdout)
+    # Each of four ranks makes, writes and syncs its file of training state and its shards.
+    assert int(points) > 4 * 6, done.stdout
+    (kill,) = read_results(tmp_path / "run").of(KillRecord)
+    assert (kill.what, kill.resumed_at, kill.lost_steps) == ("rename global_step_6", 3, 3)
+
+
+def test_a_pointer_that_moves_before_the_commit_turns_the_sweep_red(tmp_path: Path) -> None:
+    done = sweep(tmp_path / "run", "--mode", "sync", "--point", "0:36", "--sabotage", "pointer-moved-before-the-commit")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the pointer holds '6'; whole checkpoints: [3]" in done.stdout
+
+
+def test_a_share_is_drawn_by_the_seed_and_never_empty() -> None:
+    assert _choose(POINTS, 1.0, 1, None) == POINTS
+    assert len(_choose(POINTS, 0.001, 1, None)) == 1
+    assert _choose(POINTS, 0.5, 1, None) == _choose(POINTS, 0.5, 1, None)
+    assert _choose(POINTS, 0.5, 1, None) != _choose(POINTS, 0.5, 2, None)
+
+
+def test_a_point_that_the_save_does_not_have_is_trouble_and_no_pass() -> None:
+    with pytest.raises(LifeError, match="no file operation 6 of rank 1"):
+        _choose(POINTS, 1.0, 1, Point(rank=1, operation=6, what=""))
+
+
+def test_a_sweep_of_nothing_is_no_pass() -> None:
+    assert Swept(mode="sync", points=10, kills=()).outcome == "error"
+
+
+def test_a_point_is_named_without_the_random_part_of_its_path() -> None:
+    assert _nameless(".staging/global_step_6.0123456789ab/.metadata") == ".staging/global_step_6.*/.metadata"
+    assert (
+        _nameless(".staging/latest_checkpoint_iteration.txt.0123456789ab")
+        == ".staging/latest_checkpoint_iteration.txt.*"
+    )
+    assert _nameless("global_step_6") == "global_step_6"
+
+
+def test_every_mode_says_what_it_is() -> None:
+    assert all(mode.title for mode in MODES.values())
