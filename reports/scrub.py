@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-_SECRET_NAME = r"[\w.-]*(?:token|secret|passw(?:or)?d|credential|api[_-]?key|access[_-]?key|private[_-]?key)[\w.-]*"
+_SECRET_NAME = (
+    r"[\w.-]*(?:token(?!iz)|secret|passw(?:or)?d|credential|api[_-]?key|access[_-]?key|private[_-]?key)[\w.-]*"
+)
 _SECRET = re.compile(rf"(?i)\b({_SECRET_NAME})(\s*[=:]\s*|\s+)(['\"]?)([^\s'\",;]+)")
 _URL_USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s@]+@", re.I)
 _SITE_PACKAGES = re.compile(r"(?<![\w.])/[^\s'\":]*?/((?:site|dist)-packages/)")

@@ -115,7 +115,7 @@ def _story(case: CaseEntry) -> Text:
     found = case.divergence
     if case.outcome == "fail" and found is not None:
         return say(
-            "{case}: after a resume, rank {rank} differs from the uninterrupted run in {bucket}, first at step {step} ({column}).",
+            "{case}: after a resume rank {rank} parts from the uninterrupted run in {bucket}, first at step {step} ({column}).",
             "{case}：恢复后 rank {rank} 的{bucket}与未中断的运行不同；首次出现在第 {step} 步（{column}）。",
             case=case.case, bucket=_BUCKET_WORDS.get(found.bucket, say("{name}", "{name}", name=found.bucket)),
             rank=found.rank, step=found.step, column=found.column,
