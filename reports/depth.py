@@ -17,9 +17,10 @@ from reports.differences import Distance, GridRow, distance, grid
 from reports.document import CaseEntry
 from reports.frames import METRICS
 from reports.read import Part
-from reports.series import Curve, Series, differences, drawn_legs, looks_of
+from reports.series import Curve, Floats, Series, differences, drawn_legs, looks_of, thin
 from reports.timeline import draw_timeline, lanes
 
+_PRINTED_POINTS = 1_800
 _TITLES = {"loss": "Loss", "lr": "Learning rate", "grad_norm": "Gradient norm"}
 
 
@@ -116,12 +117,12 @@ def _figures(case: CaseEntry, series: Series, rank: int, number: int) -> tuple[F
     for metric in METRICS:
         if all(np.isnan(curve.values[metric]).all() for _, curve, _ in curves):
             continue
-        values = [_chart_series(look, curve, curve.values[metric].tolist(), look.leg) for look, curve, _ in curves]
+        values = [_chart_series(look, curve, curve.values[metric], look.leg) for look, curve, _ in curves]
         apart = []
         for look, curve, key in curves:
             if key in series.reference:
                 found = differences(series.curves[series.reference[key]], curve)[metric]
-                apart.append(_chart_series(look, curve, found.tolist(), f"{look.leg} − reference"))
+                apart.append(_chart_series(look, curve, found, f"{look.leg} − reference"))
         figures.append(
             Figure(
                 metric=metric,
@@ -134,13 +135,15 @@ def _figures(case: CaseEntry, series: Series, rank: int, number: int) -> tuple[F
     return tuple(figures)
 
 
-def _chart_series(look: Style, curve: Curve, values: list[float], label: str) -> ChartSeries:
+def _chart_series(look: Style, curve: Curve, values: Floats, label: str) -> ChartSeries:
+    """One curve for paper: of a thinned one only this metric's own extremes, which is as much as its width can show."""
+    rows = thin([values], _PRINTED_POINTS) if curve.thinned else np.arange(len(values))
     return ChartSeries(
         label=label,
         style=look.style,
         marker=look.marker,
-        steps=curve.steps.tolist(),
-        values=values,
+        steps=curve.steps[rows].tolist(),
+        values=values[rows].tolist(),
         joined=curve.thinned,
     )
 
