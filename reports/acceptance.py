@@ -1,7 +1,7 @@
 """What a run is held against: the specification's ids, the definition of done, profiles, and each platform's required ids.
 
-The ids that a platform requires are data of the conformance room. They are taken from a run's header where it has them
-(``requires``: platform -> case ids), else from this checkout's YAML; nothing of that room's code is needed for it.
+The ids that a platform requires are data of two rooms, the matrix (``conformance``) and the system tests (``st``), which share
+ids: D1 is a case of both. They are read from this checkout's YAML; nothing of those rooms' code is needed for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from conformance import results, serial
 from reports.text import Text
 
 _FILE = Path(__file__).with_name("acceptance.yaml")
-_CONFORMANCE = Path(results.__file__).parent
+_CHECKOUT = Path(results.__file__).parents[1]
+# Suite -> where its cases are. A checkout without system tests requires none.
+_SUITES = {"conformance": "cases", "st": "scenarios"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +58,17 @@ class Acceptance:
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """A column of the matrix. ``required`` are case ids, whole; a pattern that no case matches stands for itself."""
+    """A column of the matrix. ``required`` are (suite, case id); a pattern that no case matches stands for itself."""
 
     id: str
     title: Text
     device: str
     ranks: int
-    required: tuple[str, ...]
+    required: tuple[tuple[str, str], ...]
+
+    def requires(self, base: str) -> tuple[tuple[str, str], ...]:
+        """What it requires of one id with its sub-cases."""
+        return tuple(name for name in self.required if base_of(name[1]) == base)
 
 
 def load_acceptance(path: Path = _FILE) -> Acceptance:
@@ -74,25 +80,35 @@ def load_acceptance(path: Path = _FILE) -> Acceptance:
     return serial.build(Acceptance, _load(path), path.name)
 
 
-def load_platforms(acceptance: Acceptance, folder: Path = _CONFORMANCE) -> tuple[Platform, ...]:
-    """The platforms with the ids that they require, from the conformance room's data."""
-    known = case_ids(folder)
-    return tuple(
-        Platform(
-            id=item["id"],
-            title=acceptance.platforms.get(item["id"], Text(en=item["title"], zh=item["title"])),
-            device=item["device"],
-            ranks=item["ranks"],
-            required=expand(item["requires"], known),
-        )
-        for item in _load(folder / "platforms.yaml")
-    )
+def load_platforms(acceptance: Acceptance, checkout: Path = _CHECKOUT) -> tuple[Platform, ...]:
+    """The platforms of both suites; one that both name is one column."""
+    found: dict[str, Platform] = {}
+    for suite, cases in _SUITES.items():
+        if not (checkout / suite / "platforms.yaml").is_file():
+            continue
+        known = case_ids(checkout / suite / cases)
+        for item in _load(checkout / suite / "platforms.yaml"):
+            name, title = item["id"], Text(en=item["title"], zh=item["title"])
+            before = found[name].required if name in found else ()
+            found[name] = Platform(
+                id=name,
+                title=acceptance.platforms.get(name, title),
+                device=item["device"],
+                ranks=item["ranks"],
+                required=(*before, *((suite, case_id) for case_id in expand(item["requires"], known))),
+            )
+    return tuple(found.values())
 
 
-def case_ids(folder: Path = _CONFORMANCE) -> tuple[str, ...]:
-    """Every case that is judged (a ``note`` is only observed), from the case files."""
+def suite_of(reproduce: str) -> str:
+    """The suite of a result, by the command that runs it again."""
+    return "st" if reproduce.startswith("python -m st ") else "conformance"
+
+
+def case_ids(folder: Path) -> tuple[str, ...]:
+    """Every case of a folder that is judged (a ``note`` is only observed)."""
     found = []
-    for path in sorted((folder / "cases").glob("*.yaml")):
+    for path in sorted(folder.glob("*.yaml")):
         found += [str(item["id"]) for item in _load(path) if item.get("level", "must") != "note"]
     return tuple(sorted(found, key=sort_key))
 

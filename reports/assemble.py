@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from conformance.results import CalibrationRecord, SabotageRecord
+from conformance.results import CalibrationRecord, HeaderRecord, SabotageRecord
 from reports import document
-from reports.acceptance import Acceptance, Platform, case_ids, load_acceptance, load_platforms
+from reports.acceptance import Acceptance, Platform, load_acceptance, load_platforms
 from reports.cases import make_cases
 from reports.document import CaseEntry, KillEntry, PartEntry, Report, SabotageEntry, Verdict
 from reports.frames import Frames, kill_rows, make_frames
@@ -23,7 +23,6 @@ _MOST_FOCUS = 3
 # Provenance that a header may hold; a header of schema 1 holds none of it, and the page says so.
 HEADER_FACTS = (
     "commit",
-    "dirty",
     "machine",
     "cores",
     "memory_bytes",
@@ -31,7 +30,6 @@ HEADER_FACTS = (
     "packages_digest",
     "environment",
     "seeds",
-    "requires",
 )
 
 
@@ -57,8 +55,7 @@ def assemble(run: Run, *, profile: str = "accept", title: str | None = None) -> 
     acceptance = load_acceptance()
     if profile not in acceptance.profiles:
         raise ReportError(f"no profile is called {profile!r}; known: {', '.join(acceptance.profiles)}")
-    platforms = _required_by_records(run, load_platforms(acceptance))
-    known = tuple(dict.fromkeys([*case_ids(), *(name for platform in platforms for name in platform.required)]))
+    platforms = load_platforms(acceptance)
     cases = make_cases(run)
     kills = tuple(_kill(row) for part in run.parts for row in kill_rows(part))
     verdict = make_verdict(run, acceptance.profiles[profile], platforms, cases, kills)
@@ -72,7 +69,7 @@ def assemble(run: Run, *, profile: str = "accept", title: str | None = None) -> 
         verdict=verdict,
         parts=tuple(_part(part) for part in run.parts),
         rows=rows,
-        done=make_done(acceptance.done, platforms, cases, known, run.unit_tests),
+        done=make_done(acceptance.done, platforms, cases, run.unit_tests),
         focus=choose_focus(cases, verdict),
         cases=cases,
         sabotages=sabotages,
@@ -82,20 +79,6 @@ def assemble(run: Run, *, profile: str = "accept", title: str | None = None) -> 
         not_tested=_not_tested(acceptance, profile, platforms, sabotages, kills, cases),
     )
     return Assembled(report=report, frames=make_frames(run), run=run)
-
-
-def _required_by_records(run: Run, platforms: tuple[Platform, ...]) -> tuple[Platform, ...]:
-    """The platforms, with the ids that a header says were required when the run was made, where one does."""
-    told: dict[str, tuple[str, ...]] = {}
-    for part in run.parts:
-        requires: Mapping[str, Sequence[str]] = getattr(part.results.header, "requires", None) or {}
-        told.update({name: tuple(ids) for name, ids in requires.items()})
-    return tuple(
-        Platform(
-            id=one.id, title=one.title, device=one.device, ranks=one.ranks, required=told.get(one.id, one.required)
-        )
-        for one in platforms
-    )
 
 
 def choose_focus(cases: Sequence[CaseEntry], verdict: Verdict) -> tuple[str, ...]:
@@ -124,10 +107,10 @@ def _part(part: Part) -> PartEntry:
     header, footer = part.results.header, part.results.footer
     facts: dict[str, str] = {}
     for name in HEADER_FACTS:
-        value = getattr(header, name, None)
+        value = header_fact(header, name)
         if name == "environment" and value:
             facts |= {f"environment {key}": text for key, text in scrub_environment(value).items()}
-        elif value is not None and name != "requires":
+        elif value is not None:
             facts[name] = scrub(str(value))
     return PartEntry(
         name=part.name,
@@ -143,8 +126,13 @@ def _part(part: Part) -> PartEntry:
         accepted=footer.accepted,
         counts=footer.counts,
         facts=facts,
-        missing=tuple(name for name in HEADER_FACTS if getattr(header, name, None) is None),
+        missing=tuple(name for name in HEADER_FACTS if header_fact(header, name) is None),
     )
+
+
+def header_fact(header: HeaderRecord, name: str) -> Any:
+    """A fact of the header, None where its version has no such field; the commit is called ``source`` there."""
+    return getattr(header, "source" if name == "commit" else name, None) or None
 
 
 def _sabotage(part: Part, one: SabotageRecord) -> SabotageEntry:

@@ -9,7 +9,7 @@ from typing import Any
 
 from conformance.proof_record import Divergence
 from conformance.results import CaseRecord, CheckRecord, FaultRecord, LegRecord, RankEnd, ResultRecord
-from reports.acceptance import sort_key
+from reports.acceptance import sort_key, suite_of
 from reports.document import CaseEntry, Epoch, LegEntry
 from reports.ledger import ledger
 from reports.read import Part, Run
@@ -49,13 +49,14 @@ def anchor_of(part: str, key: str) -> str:
 
 
 def _entry(part: Part, result: ResultRecord) -> CaseEntry:
-    (case,) = (record.case for record in part.of(CaseRecord, result.key))
+    case = next((record.case for record in part.of(CaseRecord, result.key)), {})
     legs = part.of(LegRecord, result.key)
     own = [leg for leg in legs if _role(leg) != "reference"]
     reference = reference_of(result, legs)
     return CaseEntry(
         anchor=anchor_of(part.name, result.key),
         part=part.name,
+        suite=suite_of(result.reproduce),
         platform=part.results.header.platform,
         key=result.key,
         case=result.case,

@@ -197,6 +197,7 @@ class CaseEntry:
 
     anchor: str
     part: str
+    suite: str
     platform: str
     key: str
     case: str

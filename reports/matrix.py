@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from reports.acceptance import Acceptance, DoneRule, Platform, base_of, expand, sort_key
+from reports.acceptance import Acceptance, DoneRule, Platform, base_of, matches, sort_key
 from reports.document import CELL_STATES, CaseEntry, Cell, DoneEntry, Row
 from reports.text import Text, same, say
 from reports.unit_tests import UnitTests
@@ -20,11 +22,13 @@ _REASON_OF = {
 
 def make_rows(acceptance: Acceptance, platforms: Sequence[Platform], cases: Sequence[CaseEntry]) -> tuple[Row, ...]:
     """Every id of the specification, run or not, then every other that is required or was run, by class."""
-    ids = {*acceptance.rows, *(base_of(name) for platform in platforms for name in platform.required)}
+    ids = {*acceptance.rows, *(base_of(name) for platform in platforms for _, name in platform.required)}
     ids |= {base_of(case.case) for case in cases}
     rows = []
     for name in sorted(ids, key=lambda name: (name not in acceptance.rows, sort_key(name))):
         own = [case for case in cases if base_of(case.case) == name]
+        # The matrix before the system tests: its titles speak of one thing each.
+        own.sort(key=lambda case: case.suite)
         rows.append(
             Row(
                 id=name,
@@ -42,12 +46,12 @@ def speaks_for(case: CaseEntry, platform: Platform) -> bool:
     return case.platform == platform.id or (case.platform == "all" and platform.device == "cpu")
 
 
-def required_states(platform: Platform, cases: Sequence[CaseEntry]) -> Mapping[str, str]:
+def required_states(platform: Platform, cases: Sequence[CaseEntry]) -> Mapping[tuple[str, str], str]:
     """Each required id of the platform -> the worst outcome that was recorded for it there, or ``missing``."""
-    found: dict[str, list[str]] = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for case in cases:
         if speaks_for(case, platform):
-            found.setdefault(case.case, []).append(case.outcome)
+            found.setdefault((case.suite, case.case), []).append(case.outcome)
     return {name: worst(found.get(name, ["missing"])) for name in platform.required}
 
 
@@ -65,14 +69,14 @@ def _title(name: str, cases: Sequence[CaseEntry]) -> Text:
 
 
 def _cell(name: str, platform: Platform, cases: Sequence[CaseEntry]) -> Cell:
-    required = [case_id for case_id in platform.required if base_of(case_id) == name]
+    required = platform.requires(name)
     own = [case for case in cases if speaks_for(case, platform)]
     if required:
-        own = [case for case in own if case.case in required]
+        own = [case for case in own if (case.suite, case.case) in required]
     else:
         # What was run on this very platform though nobody asked for it is still shown.
         own = [case for case in own if case.platform == platform.id]
-    lacking = [case_id for case_id in required if case_id not in {case.case for case in own}]
+    lacking = [one for one in required if one not in {(case.suite, case.case) for case in own}]
     states = [case.outcome for case in own] + ["missing"] * len(lacking)
     state = worst(states) if states else None
     return Cell(
@@ -82,7 +86,7 @@ def _cell(name: str, platform: Platform, cases: Sequence[CaseEntry]) -> Cell:
         passed=sum(case.outcome in ("pass", "note") for case in own),
         total=len(states),
         anchors=tuple(case.anchor for case in sorted(own, key=lambda case: -CELL_STATES.index(case.outcome))),
-        lacking=tuple(lacking),
+        lacking=tuple(f"{suite}:{case_id}" for suite, case_id in lacking),
     )
 
 
@@ -101,30 +105,44 @@ def make_done(
     rules: Sequence[DoneRule],
     platforms: Sequence[Platform],
     cases: Sequence[CaseEntry],
-    known: tuple[str, ...],
     unit_tests: UnitTests | None,
 ) -> tuple[DoneEntry, ...]:
     """Each line of 9.5: met, not met, or not run on this platform, with what shows it."""
     by_id = {platform.id: platform for platform in platforms}
-    return tuple(_done(rule, by_id, cases, known, unit_tests) for rule in rules)
+    clean = [case for case in cases if case.sabotage is None]
+    return tuple(_done(rule, by_id, clean, unit_tests) for rule in rules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    """What the results of one platform show of some required ids."""
+
+    platform: Platform
+    total: int
+    passed: int
+    failed: tuple[CaseEntry, ...]
+    cases: tuple[CaseEntry, ...]
+
+    @property
+    def words(self) -> Text:
+        return say("{platform}: {passed} of {total} pass", "{platform}：{total} 项中 {passed} 项通过",
+                   platform=self.platform.title, passed=self.passed, total=self.total)  # fmt: skip
+
+
+def _show(needs: Sequence[str], platform: Platform, cases: Sequence[CaseEntry]) -> _Shown:
+    wanted = {one for one in platform.required if any(matches(one[1], pattern) for pattern in needs)}
+    own = [case for case in cases if speaks_for(case, platform) and (case.suite, case.case) in wanted]
+    failed = [case for case in own if case.outcome not in ("pass", "note")]
+    good = {(case.suite, case.case) for case in own} - {(case.suite, case.case) for case in failed}
+    return _Shown(platform=platform, total=len(wanted), passed=len(good), failed=tuple(failed), cases=tuple(own))
 
 
 def _done(
-    rule: DoneRule,
-    platforms: Mapping[str, Platform],
-    cases: Sequence[CaseEntry],
-    known: tuple[str, ...],
-    unit_tests: UnitTests | None,
+    rule: DoneRule, platforms: Mapping[str, Platform], cases: Sequence[CaseEntry], unit_tests: UnitTests | None
 ) -> DoneEntry:
-    wanted = expand(rule.needs, known)
-    platform = platforms[rule.platform]
-    own = [case for case in cases if case.case in wanted and case.sabotage is None]
-    here = [case for case in own if speaks_for(case, platform)]
-    passed = {case.case for case in here} - {case.case for case in here if case.outcome not in ("pass", "note")}
-    evidence = say("{platform}: {passed} of {total} pass", "{platform}：{total} 项中 {passed} 项通过",
-                   platform=platform.title, passed=len(passed), total=len(wanted))  # fmt: skip
-    failed = [case for case in here if case.outcome not in ("pass", "note")]
-    state = "not_met" if failed else "met" if set(wanted) <= passed else "not_run"
+    here = _show(rule.needs, platforms[rule.platform], cases)
+    evidence = here.words
+    state: Any = "not_met" if here.failed else "met" if here.passed == here.total > 0 else "not_run"
     if rule.unit_tests:
         evidence = say(
             "{before}; unit tests: {counts}", "{before}；UT：{counts}", before=evidence, counts=_counts(unit_tests)
@@ -134,21 +152,15 @@ def _done(
         elif unit_tests is None and state == "met":
             state = "not_run"
     if rule.stand_in is not None and state == "not_run":
-        other = platforms[rule.stand_in]
-        there = [case for case in own if speaks_for(case, other)]
-        good = {case.case for case in there} - {case.case for case in there if case.outcome not in ("pass", "note")}
-        evidence = say(
-            "{before}; stand-in {platform}: {passed} of {total} pass",
-            "{before}；替代平台 {platform}：{total} 项中 {passed} 项通过",
-            before=evidence, platform=other.title, passed=len(good), total=len(wanted),
-        )  # fmt: skip
-        here = here or there
+        there = _show(rule.needs, platforms[rule.stand_in], cases)
+        evidence = say("{before}; stand-in {there}", "{before}；替代平台 {there}", before=evidence, there=there.words)
+        here = here if here.cases else there
     return DoneEntry(
         id=rule.id,
         text=rule.text,
-        state=state,  # type: ignore[arg-type]  # one of the three by construction
+        state=state,
         evidence=evidence,
-        anchors=tuple(case.anchor for case in (failed or here)[:12]),
+        anchors=tuple(case.anchor for case in (here.failed or here.cases)[:12]),
     )
 
 

@@ -21,13 +21,15 @@ from conformance.results import (
     ResultRecord,
     Results,
     SabotageRecord,
-    read_results,
 )
+from reports.acceptance import base_of
+from reports.old_results import read_any_results
 from reports.quick import read_rank_quickly
 from reports.storage import STORAGE_NAME, Storage, read_storage
 from reports.unit_tests import UNIT_TESTS_NAME, UnitTests, read_unit_tests
 
 R = TypeVar("R")
+_WITHOUT_CASE = ("soak", "sweep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +121,7 @@ def read_part(folder: Path, name: str | None = None) -> Part:
     Raises:
         RecordError: see :func:`read_run`.
     """
-    results = read_results(folder)
+    results = read_any_results(folder)
     bare = Part(name=name or results.header.run_id, folder=folder, results=results)
     _require_whole(bare)
     keys = {result.key for result in results.of(ResultRecord) if bare.is_judged(result)}
@@ -145,7 +147,8 @@ def _require_whole(part: Part) -> None:
     for key, count in keys.items():
         if count > 1:
             raise RecordError(f"{where}: two results are called {key}")
-        if len(part.of(CaseRecord, key)) != 1:
+        # A soak or a sweep has no case: what was done is in its kill records.
+        if len(part.of(CaseRecord, key)) != 1 and base_of(key) not in _WITHOUT_CASE:
             raise RecordError(f"{where}: result {key} has {len(part.of(CaseRecord, key))} case records, expected one")
     for result in part.results.of(ResultRecord):
         legs = {leg.leg for leg in part.of(LegRecord, result.key)}

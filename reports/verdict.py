@@ -136,11 +136,11 @@ def _story(case: CaseEntry) -> Text:
     )  # fmt: skip
 
 
-def _missing(platforms: Sequence[Platform], states: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+def _missing(platforms: Sequence[Platform], states: Mapping[str, Mapping[tuple[str, str], str]]) -> Iterator[Finding]:
     for platform in platforms:
         missing = [name for name, state in states[platform.id].items() if state == "missing"]
         if missing:
-            bases = sorted({base_of(name) for name in missing}, key=sort_key)
+            bases = sorted({base_of(name) for _, name in missing}, key=sort_key)
             shown = ", ".join(bases[:12]) + (" …" if len(bases) > 12 else "")
             yield _finding("missing", platform.id, say(
                 "{platform}: {count} of {total} required cases have no result ({shown}).",
@@ -153,7 +153,7 @@ def _flaky(cases: Sequence[CaseEntry]) -> Iterator[Finding]:
     """A case with several outcomes in one run: a resume that works sometimes does not work."""
     outcomes: dict[tuple[str, str, str | None], set[str]] = {}
     for case in cases:
-        outcomes.setdefault((case.part, case.case, case.sabotage), set()).add(case.outcome)
+        outcomes.setdefault((case.part, f"{case.case} ({case.suite})", case.sabotage), set()).add(case.outcome)
     for (part, name, _), found in outcomes.items():
         if len(found) > 1:
             yield _finding("flaky", name, say(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-CASES = Path(__file__).parents[2] / "conformance" / "cases"
+CHECKOUT = Path(__file__).parents[2]
 OUTCOMES = ("pass", "fail", "error", "unsupported", "skipped", "known_fail", "unexpected_pass", "note")
 EPOCH = 6  # steps
 BATCH = 4
@@ -104,9 +104,11 @@ class RunFolder:
         title: str | None = None,
         level: str = "must",
         given: dict[str, Any] | None = None,
+        suite: str = "conformance",
     ) -> str:
-        """A case that needs no legs; its key."""
+        """A case that needs no legs; its key. Both suites may have the same ids, so a system test has another key here."""
         key = name + (f"@{sabotage}" if sabotage else "") + (f"#{repeat}" if repeat else "")
+        key += "~st" if suite == "st" else ""
         shown = title if title is not None else f"what {name} does"
         self.lines.append(
             {
@@ -115,8 +117,14 @@ class RunFolder:
                 "case": {"id": name, "title": shown, "spec": "8.2", "why": "harm", "given": given or {}},
             }
         )
-        self._result(key, name, shown, outcome, reason, sabotage, repeat, checks, level)
+        self._result(key, name, shown, outcome, reason, sabotage, repeat, checks, level, suite)
         return key
+
+    def system_cases(self, *bases: str) -> None:
+        """Every system test of this checkout (of these ids) passes."""
+        for name in system_ids():
+            if not bases or name.partition(".")[0] in bases:
+                self.case(name, suite="st")
 
     def resumed_case(
         self,
@@ -283,6 +291,7 @@ class RunFolder:
         repeat: int,
         checks: Sequence[dict[str, Any]],
         level: str,
+        suite: str = "conformance",
     ) -> None:
         self.outcomes.append((sabotage, outcome))
         self.lines.append(
@@ -298,7 +307,7 @@ class RunFolder:
                 "checks": list(checks),
                 "sabotage": sabotage,
                 "repeat": repeat,
-                "reproduce": f"python -m conformance run --case {name} --keep",
+                "reproduce": f"python -m {suite} run {'--case ' if suite == 'conformance' else ''}{name} --keep",
                 "seconds": 0.5,
             }
         )
@@ -326,8 +335,18 @@ class RunFolder:
 
 
 def every_id() -> list[str]:
-    """Every case id of the checkout, found by its line in the YAML."""
-    return [found for path in CASES.glob("*.yaml") for found in re.findall(r"(?m)^- id: (\S+)", path.read_text())]
+    """Every case id of the matrix, found by its line in the YAML."""
+    return _ids(CHECKOUT / "conformance" / "cases")
+
+
+def system_ids() -> list[str]:
+    """Every id of the system tests; none in a checkout that has no scenarios."""
+    return _ids(CHECKOUT / "st" / "scenarios")
+
+
+def _ids(folder: Path) -> list[str]:
+    paths = sorted(folder.glob("*.yaml"))
+    return [found for path in paths for found in re.findall(r"(?m)^- id: (\S+)", path.read_text())]
 
 
 def whole_run(folder: Path, *, leave_out: Sequence[str] = (), **resumed: Any) -> RunFolder:
@@ -342,6 +361,7 @@ def whole_run(folder: Path, *, leave_out: Sequence[str] = (), **resumed: Any) ->
             run.resumed_case(name)
         else:
             run.case(name)
+    run.system_cases()
     run.calibration()
     return run
 

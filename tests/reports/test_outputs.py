@@ -21,7 +21,7 @@ from reports.history import append_run, line_of, make_trend, read_history, with_
 from reports.outputs import make_files
 from reports.read import read_run
 from reports.unit_tests import UNIT_TESTS_NAME
-from tests.reports.run_folder import RunFolder, every_id, loss, refused_run, samples, whole_run
+from tests.reports.run_folder import RunFolder, every_id, loss, refused_run, samples, system_ids, whole_run
 
 FILES = {"index.html", "results.json", "junit.xml", "metrics.csv", "samples.csv", "summary.md", "SHA256SUMS"}
 
@@ -90,7 +90,7 @@ def suites(files: dict[str, str]) -> dict[str, ElementTree.Element]:
 
 def test_junit_has_one_test_case_a_case_and_its_counts_are_right(refused: dict[str, str]) -> None:
     suite = suites(refused)["run-1"]
-    assert suite.get("tests") == str(len(every_id())) == str(len(suite.findall("testcase")))
+    assert suite.get("tests") == str(len(every_id() + system_ids())) == str(len(suite.findall("testcase")))
     assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("1", "0", "0")
     (failed,) = [test for test in suite.findall("testcase") if test.find("failure") is not None]
     assert str(failed.get("name")).startswith("D1: ")
@@ -105,8 +105,8 @@ def test_junit_is_red_for_a_run_that_only_left_something_out(tmp_path: Path) -> 
     required = suites(files)["required"]
     assert (required.get("failures"), required.get("errors")) == ("0", "1")
     skipped = {(test.get("classname"), test.get("name")) for test in required if test.find("skipped") is not None}
-    assert ("required.cpu-inline", "A6") in skipped
-    assert ("required.npu8", "D2") in skipped
+    assert ("required.cpu-inline", "conformance:A6") in skipped
+    assert ("required.npu8", "conformance:D2") in skipped
 
 
 def test_junit_of_an_accepted_run_is_green(tmp_path: Path) -> None:
@@ -195,6 +195,7 @@ def test_an_npu_run_meets_the_lines_that_need_one(tmp_path: Path) -> None:
         if name.partition(".")[0] in ("A4", "A5"):
             run.case(name)
     run.case("A6", "fail", reason="no error")
+    run.system_cases("A4", "A5", "A6", "D1")
     run.finish()
     done = {one.id: one.state for one in assemble(read_run([tmp_path / "all"])).report.done}
     assert (done["9.5.2"], done["9.5.3"]) == ("met", "not_met")
@@ -205,7 +206,10 @@ def test_a_cell_says_its_worst_case_counts_and_why_it_is_open(tmp_path: Path) ->
     run.case("A8.neither", "fail", reason="x")
     report = assemble(read_run([run.finish()])).report
     cells = {(row.id, cell.platform): cell for row in report.rows for cell in row.cells}
-    assert (cells["A4", "cpu-inline"].state, cells["A4", "cpu-inline"].lacking) == ("missing", ("A4.weights-only",))
+    assert (cells["A4", "cpu-inline"].state, cells["A4", "cpu-inline"].lacking) == (
+        "missing",
+        ("conformance:A4.weights-only",),
+    )
     assert cells["A8", "cpu-inline"].state == "fail"
     assert cells["A8", "cpu-inline"].anchors[0] == "case-run-1-A8.neither"
     assert cells["A8", "cpu-inline"].passed == cells["A8", "cpu-inline"].total - 1

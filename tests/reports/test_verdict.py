@@ -11,7 +11,7 @@ import pytest
 from reports.assemble import ReportError, assemble
 from reports.document import Report
 from reports.read import read_run
-from tests.reports.run_folder import WRONG_STREAM, RunFolder, every_id, refused_run, whole_run
+from tests.reports.run_folder import WRONG_STREAM, RunFolder, every_id, refused_run, system_ids, whole_run
 
 
 def report_of(*folders: Path, profile: str = "accept") -> Report:
@@ -27,7 +27,7 @@ def test_a_run_with_every_required_pass_is_accepted(tmp_path: Path) -> None:
     assert report.verdict.state == "accepted"
     assert report.verdict.findings == ()
     assert report.verdict.required == report.verdict.required_passed > 200
-    assert report.verdict.counts["pass"] == len(every_id())
+    assert report.verdict.counts["pass"] == len(every_id() + system_ids())
 
 
 def test_one_failed_case_refuses_the_run_and_the_sentence_names_step_rank_and_bucket(tmp_path: Path) -> None:
@@ -110,6 +110,7 @@ def test_a_run_under_a_sabotage_of_its_own_never_counts_as_a_pass(tmp_path: Path
     run = RunFolder(tmp_path / "run")
     for name in every_id():
         run.case(name, sabotage="rng-not-restored")
+    run.system_cases()
     report = report_of(run.finish())
     assert report.verdict.state == "incomplete"
     assert "sabotaged" in kinds(report)
@@ -158,7 +159,7 @@ def test_a_footer_that_says_no_is_believed(tmp_path: Path) -> None:
 
 
 def test_several_folders_make_one_run(tmp_path: Path) -> None:
-    names = every_id()
+    names = every_id() + system_ids()
     first = whole_run(tmp_path / "all" / "conformance", leave_out=["D1", "D2"])
     first.finish()
     assert report_of(tmp_path / "all").verdict.state == "incomplete"
@@ -179,7 +180,7 @@ def test_clean_controls_of_a_sabotage_run_are_not_listed_twice(tmp_path: Path) -
     run.sabotage("seen", "A6")
     run.finish()
     report = report_of(tmp_path / "all")
-    assert len(report.cases) == len(every_id())
+    assert len(report.cases) == len(every_id() + system_ids())
     assert report.verdict.state == "accepted"
 
 
