@@ -75,7 +75,7 @@ def of_schema_2(run: Run, **kill: Any) -> Run:
     for one in part.results.records:
         if isinstance(one, LegRecord):
             extra = {"launcher": "torchrun", "started_at": f"2026-03-01T{starts[one.leg]}+00:00"}
-            records.append(LegOfSchema2(**vars(one), **extra))
+            records.append(LegOfSchema2(**{**vars(one), **extra}))
         else:
             records.append(one)
     if kill:
