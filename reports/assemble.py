@@ -110,6 +110,8 @@ def _part(part: Part) -> PartEntry:
         value = header_fact(header, name)
         if name == "environment" and value:
             facts |= {f"environment {key}": text for key, text in scrub_environment(value).items()}
+        elif name == "commit" and value is not None:
+            facts |= {"commit": str(value).removesuffix("+")[:12], "dirty": "yes" if str(value).endswith("+") else "no"}
         elif value is not None:
             facts[name] = scrub(str(value))
     return PartEntry(

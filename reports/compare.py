@@ -122,7 +122,8 @@ def _side(assembled: Assembled) -> Side:
     return Side(
         run=" + ".join(part.run_id for part in parts),
         platforms=", ".join(sorted({part.platform for part in parts})),
-        commit=parts[0].facts.get("commit", "not in the records"),
+        commit=", ".join(dict.fromkeys(part.facts["commit"] for part in parts if "commit" in part.facts))
+        or "not in the records",
         state=report.verdict.state,
         required=f"{report.verdict.required_passed} of {report.verdict.required}",
         versions={name: version for part in parts for name, version in part.versions.items()},

@@ -51,13 +51,13 @@ class Trend:
 
 def line_of(report: Report) -> HistoryLine:
     """The line of a report."""
-    first = report.parts[0]
+    commits = dict.fromkeys(part.facts["commit"] for part in report.parts if "commit" in part.facts)
     return HistoryLine(
         schema=SCHEMA,
         digest=hashlib.sha256(as_json(report).encode()).hexdigest()[:32],
         run=" + ".join(part.run_id for part in report.parts),
         started_at=min(part.started_at for part in report.parts),
-        commit=first.facts.get("commit"),
+        commit=", ".join(commits) or None,
         state=report.verdict.state,
         outcomes={f"{case.platform}/{case.key}": case.outcome for case in report.cases},
     )

@@ -16,7 +16,7 @@ from reports.acceptance import Acceptance, load_acceptance, load_platforms
 from reports.assemble import Assembled
 from reports.cases import controls
 from reports.depth import make_depth
-from reports.document import CaseEntry, Row
+from reports.document import CaseEntry, Report, Row
 from reports.history import Trend
 from reports.matrix import worst
 from reports.series import make_series, pack
@@ -71,6 +71,7 @@ def render(assembled: Assembled, trend: Trend | None = None) -> str:
         controls=len(controls(assembled.run)),
         verdict_icon=_VERDICT_ICONS[report.verdict.state],
         drawn=frozenset(data["cases"]),
+        commits=_commits(report),
         planted=sorted({case.sabotage for case in report.cases if case.sabotage}),
         trend=trend,
         data=_as_script(data),
@@ -116,6 +117,16 @@ def word_markup(name: str, text: Text) -> Markup:
 
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _commits(report: Report) -> list[tuple[str, bool]]:
+    """The commits that the parts were made of, each once, and whether files differed from it."""
+    found: dict[str, bool] = {}
+    for part in report.parts:
+        if "commit" in part.facts:
+            commit = part.facts["commit"]
+            found[commit] = found.get(commit, False) or part.facts.get("dirty") == "yes"
+    return list(found.items())
 
 
 def _as_script(data: Any) -> Markup:

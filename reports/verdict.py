@@ -63,7 +63,7 @@ def make_verdict(
         *_case_findings(cases),
         *_missing(wanted, states),
         *_flaky(cases),
-        *_kill_findings(kills),
+        *_kill_findings([kill for kill in kills if not _is_told(kill, cases)]),
         *_storage_findings(run.storage),
         *_part_findings(run, profile, cases),
     ]
@@ -131,8 +131,9 @@ def _story(case: CaseEntry) -> Text:
         "skipped": say("was skipped", "被跳过"),
     }
     return say(
-        "{case}: {title}: {word}. {reason}", "{case}：{title}：{word}。{reason}",
-        case=case.case, title=case.title, word=words[case.outcome], reason=case.reason,
+        "{case} ({title}) {word}{reason}", "{case}（{title}）{word}{reason}",
+        case=case.case, title=case.title, word=words[case.outcome],
+        reason=say(": {reason}", "：{reason}", reason=case.reason) if case.reason else ".",
     )  # fmt: skip
 
 
@@ -160,6 +161,13 @@ def _flaky(cases: Sequence[CaseEntry]) -> Iterator[Finding]:
                 "{case} ({part}): repeats of it disagree: {found}.", "{case}（{part}）：多次运行结果不一致：{found}。",
                 case=name, part=part, found=", ".join(sorted(found)),
             ))  # fmt: skip
+
+
+def _is_told(kill: KillEntry, cases: Sequence[CaseEntry]) -> bool:
+    """True when the result of its soak or sweep is red already, and says why."""
+    return any(
+        case.part == kill.part and case.case == kill.key and case.outcome not in ("pass", "note") for case in cases
+    )
 
 
 def _kill_findings(kills: Sequence[KillEntry]) -> Iterator[Finding]:

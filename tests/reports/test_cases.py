@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from conformance.proof_record import Divergence
-from conformance.results import LegRecord
+from conformance.results import HeaderRecord, LegRecord
 from reports.assemble import assemble
 from reports.differences import distance, grid, ulps
 from reports.document import CaseEntry
@@ -67,6 +67,13 @@ class KillRecord:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeaderOfSchema2(HeaderRecord):
+    """A header with what schema 2 adds."""
+
+    source: str
+
+
 def of_schema_2(run: Run, **kill: Any) -> Run:
     """The run as schema 2 would have recorded it: the resumed leg begins 4.5 s after the interrupted one (which took 3 s)."""
     (part,) = run.parts
@@ -80,7 +87,8 @@ def of_schema_2(run: Run, **kill: Any) -> Run:
             records.append(one)
     if kill:
         records.append(KillRecord(**kill))
-    results = replace(part.results, records=tuple(records))
+    header = HeaderOfSchema2(**{**vars(part.results.header), "source": "0123456789abcdef0123456789abcdef01234567+"})
+    results = replace(part.results, header=header, records=tuple(records))
     whole = Part(
         name=part.name, folder=part.folder, results=results, trajectories=part.trajectories, events=part.events
     )
@@ -95,6 +103,8 @@ def test_with_the_legs_starts_the_whole_outage_is_told(tmp_path: Path) -> None:
     assert case.resumes[0].measured == "outage"
     assert case.resumes[0].seconds == 1.5 + 0.75
     assert {leg.launcher for leg in case.legs} == {"torchrun"}
+    assert report.parts[0].facts == {"commit": "0123456789ab", "dirty": "yes"}
+    assert "commit" not in report.parts[0].missing
 
 
 KILL = {

@@ -10,6 +10,7 @@ import pytest
 
 from conformance.record import RecordError, read_rank_file
 from reports.__main__ import main
+from reports.assemble import assemble
 from reports.quick import read_rank_quickly
 from reports.read import read_run
 from tests.reports.run_folder import RunFolder, record
@@ -141,6 +142,15 @@ def test_a_leg_that_died_before_its_first_step_needs_no_trajectory(tmp_path: Pat
         (run.folder / f"C9/legs/resumed/trajectory_rank_{rank}.jsonl").unlink()
     (part,) = read_run([run.finish()]).parts
     assert part.trajectories["C9/legs/resumed"].records == {}
+
+
+def test_a_soak_has_no_case_and_is_read_all_the_same(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.case("soak.tiny")
+    run.lines = [line for line in run.lines if line["record"] != "case"]
+    report = assemble(read_run([run.finish()])).report
+    assert [(case.case, case.outcome) for case in report.cases] == [("soak.tiny", "pass")]
+    assert [row.group for row in report.rows if row.id == "soak"] == [""]
 
 
 LINE = json.dumps(record(3))
