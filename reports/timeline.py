@@ -15,6 +15,7 @@ from reports.read import Part
 
 _LEFT, _RIGHT, _TOP, _LANE, _GAP = 176, 18, 26, 22, 12
 _MOST_RANKS = 8
+_NAME_WIDTH = 18.0  # of a step number above its save; one that finds no room is left out
 _SAVING = re.compile(r"Saving checkpoint: global_step=(\d+)")
 
 
@@ -155,6 +156,7 @@ def _draw_lane(lane: Lane, y: int, x: object, *, is_first: bool, rank_word: str)
             parts.append(
                 f'<path class="resume-mark" d="M{ready:.1f} {y + 4}l8 {_LANE / 2 - 4:.1f}l-8 {_LANE / 2 - 4:.1f}z"/>'
             )
+    named = -_NAME_WIDTH
     for save in lane.saves:
         done = x(lane.offset + save.done)
         begun = x(lane.offset + (save.begun if save.begun is not None else save.done))
@@ -163,7 +165,8 @@ def _draw_lane(lane: Lane, y: int, x: object, *, is_first: bool, rank_word: str)
             f'<rect class="save" x="{begun:.1f}" y="{y + 4}" width="{max(done - begun, 2.5):.1f}" height="{_LANE - 8}">'
             f"<title>{tip}</title></rect>"
         )
-        if is_first:
+        if is_first and done - named > _NAME_WIDTH:
+            named = done
             parts.append(f'<text class="save-name" x="{done:.1f}" y="{y}" text-anchor="middle">{save.step}</text>')
     if lane.killed:
         parts.append(

@@ -244,7 +244,7 @@ class RunFolder:
         for step in saves:
             message = f"Saving checkpoint: global_step={step}, epoch=0, dir=x, save_async=False"
             events.append({"kind": "log", "at": 1.5, "level": "INFO", "logger": "x", "message": message})
-            events.append({"kind": "saved", "at": 2.0, "global_step": step, "buckets": state(step, rank)})
+            events.append({"kind": "saved", "at": 2 + step / 100, "global_step": step, "buckets": state(step, rank)})
         return events
 
     def sabotage(self, name: str, case: str, *, caught: bool = True, bucket: str = "rng_state") -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from reports.frames import kill_rows
 from reports.read import Part, Run, read_run
 from reports.scrub import scrub, scrub_command, scrub_environment
 from reports.storage import Storage
+from reports.timeline import draw_timeline, lanes
 from tests.reports.run_folder import RunFolder, samples, wrong_stream
 
 
@@ -269,3 +272,16 @@ def test_the_value_behind_a_secret_option_is_hidden() -> None:
 def test_of_the_environment_only_what_is_known_is_shown() -> None:
     environment = {"OMP_NUM_THREADS": "1", "HF_TOKEN": "abc", "AWS_THING": "x", "RANK": "0", "HOME": "/home/me"}
     assert scrub_environment(environment) == {"HF_TOKEN": "(hidden)", "OMP_NUM_THREADS": "1", "RANK": "0"}
+
+
+def test_step_numbers_above_saves_never_write_over_each_other(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.case("C9")
+    run.leg("C9", "saving", 1, 12, saves=range(1, 13))
+    (part,) = read_run([run.finish()]).parts
+    rows = lanes(part, part.of(LegRecord, "C9"))
+    assert len(rows[0].saves) == 12
+    drawn = draw_timeline(rows, title="t", name="n", words={"seconds": "s", "rank": "rank"})
+    places = [float(x) for x in re.findall(r'class="save-name" x="([0-9.]+)"', drawn)]
+    assert len(places) == 2
+    assert all(other - one > 12 for one, other in itertools.pairwise(places))
