@@ -1,28 +1,98 @@
-"""``python -m reports RESULTS_DIR [-o FILE]``: write the page of a proof's results folder."""
+"""``python -m reports build | compare | proof``: results folders become pages, and the files that machines read."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from conformance.record import RecordError
+from conformance.serial import SerialError
+from reports.assemble import ReportError, assemble
+from reports.compare import compare, text_of
+from reports.compare_page import render_comparison
+from reports.history import append_run, line_of, make_trend, read_history, with_run
+from reports.outputs import PAGE, make_files, write_files
+from reports.read import read_run
 from reports.resume_page import build_page
 
+# 0: accepted, or the two runs agree. 2: the question itself is wrong, or the records can't be trusted.
+EXIT_CODES = {"accepted": 0, "refused": 1, "incomplete": 3}
+_VERBS = ("build", "compare", "proof")
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; 0 when the page is written, 2 when the folder can't be read."""
-    parser = argparse.ArgumentParser(prog="python -m reports", description=__doc__, allow_abbrev=False)
-    parser.add_argument("results", type=Path, help="a results folder of python -m st prove")
-    parser.add_argument("-o", "--output", type=Path, help="default: index.html in the results folder")
-    options = parser.parse_args(arguments)
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; see :data:`EXIT_CODES`."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # The page of one proof is older than the verbs and needs none.
+    if words and words[0] not in (*_VERBS, "-h", "--help"):
+        words.insert(0, "proof")
+    options = _parser().parse_args(words)
+    # Millions of small objects are made and none is garbage before the end.
+    gc.disable()
     try:
-        page = build_page(options.results)
-    except RecordError as error:
+        code: int = options.do(options)
+    except (RecordError, ReportError, SerialError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    output = options.output or options.results / "index.html"
-    output.write_text(page, encoding="utf-8")
+    finally:
+        gc.enable()
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m reports", description=__doc__, allow_abbrev=False)
+    verbs = parser.add_subparsers(required=True)
+    build = verbs.add_parser("build", help="the acceptance report of one run", allow_abbrev=False)
+    build.add_argument("results", type=Path, nargs="+", help="results folders, or folders that hold several")
+    build.add_argument("-o", "--output", type=Path, help="default: report/ in the first folder")
+    build.add_argument("--profile", default="accept", help="which platforms must be complete: accept, nightly, npu")
+    build.add_argument("--title", help="default: the trainer's name")
+    build.add_argument("--history", type=Path, metavar="FILE", help="JSON lines of earlier runs; this run is added")
+    build.set_defaults(do=_build)
+    comparing = verbs.add_parser("compare", help="two runs side by side", allow_abbrev=False)
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("after", type=Path)
+    comparing.add_argument("-o", "--output", type=Path, help="the page; default: none, only the text")
+    comparing.set_defaults(do=_compare)
+    proof = verbs.add_parser("proof", help="the page of one run of python -m st prove", allow_abbrev=False)
+    proof.add_argument("results", type=Path)
+    proof.add_argument("-o", "--output", type=Path, help="default: index.html in the results folder")
+    proof.set_defaults(do=_proof)
+    return parser
+
+
+def _build(options: argparse.Namespace) -> int:
+    assembled = assemble(read_run(options.results), profile=options.profile, title=options.title)
+    verdict = assembled.report.verdict
+    trend = None
+    line = line_of(assembled.report)
+    if options.history is not None:
+        trend = make_trend(with_run(read_history(options.history), line))
+    output = options.output or options.results[0] / "report"
+    write_files(make_files(assembled, trend), output)
+    if options.history is not None:
+        append_run(options.history, line)
+    print(f"{verdict.state.upper()}: {verdict.sentence.en}")
+    print(f"page: {output / PAGE}")
+    return EXIT_CODES[verdict.state]
+
+
+def _compare(options: argparse.Namespace) -> int:
+    found = compare(assemble(read_run([options.before])), assemble(read_run([options.after])))
+    print(text_of(found), end="")
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(render_comparison(found), encoding="utf-8")
+        print(f"page: {options.output}")
+    return 1 if found.flips else 0
+
+
+def _proof(options: argparse.Namespace) -> int:
+    page = build_page(options.results)
+    (options.output or options.results / PAGE).write_text(page, encoding="utf-8")
     return 0
 
 

@@ -20,13 +20,17 @@ _MOST_MARKERS = 90
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One curve: ``values`` at global steps ``steps``. ``style`` is a class of the style sheet, ``marker`` a name."""
+    """One curve: ``values`` at global steps ``steps``. ``style`` is a class of the style sheet, ``marker`` a name.
+
+    ``joined`` curves are thinned, so steps that are left out are no gap.
+    """
 
     label: str
     style: str
     marker: str
     steps: Sequence[int]
     values: Sequence[float]
+    joined: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,17 +231,19 @@ def _marks(marks: Sequence[Mark], rows: Sequence[int], frame: _Frame) -> list[st
 
 def _curve(series: Series, frame: _Frame) -> list[str]:
     points = [
-        (step, value, frame.x(step), frame.y(value))
+        (step, value, frame.x(step), frame.y(value)) if math.isfinite(value) else None
         for step, value in zip(series.steps, series.values, strict=True)
-        if math.isfinite(value)
     ]
     path, previous = "", None
-    for step, _, x, y in points:
-        path += f"{'L' if previous == step - 1 else 'M'}{x:.1f} {y:.1f}"
-        previous = step
+    for point in points:
+        if point is not None:
+            is_next = previous is not None and (series.joined or previous == point[0] - 1)
+            path += f"{'L' if is_next else 'M'}{point[2]:.1f} {point[3]:.1f}"
+        previous = point[0] if point is not None else None
     parts = [f'<path class="curve {series.style}" d="{path}"/>'] if path else []
-    every = math.ceil(len(points) / _MOST_MARKERS)
-    for step, value, x, y in points[::every] if every else []:
+    drawn = [point for point in points if point is not None]
+    every = math.ceil(len(drawn) / _MOST_MARKERS)
+    for step, value, x, y in drawn[::every] if every else []:
         tip = f"<title>{escape(series.label)}, step {step}: {value!r}</title>"
         parts.append(f"<g>{tip}{_marker(series.marker, series.style, x, y)}</g>")
     return parts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -13,44 +12,8 @@ import pytest
 from conformance.proof_record import Divergence, write_proof
 from reports.__main__ import main
 from reports.resume_page import build_page
+from tests.reports.html import Page
 from tests.reports.results_folder import IDENTICAL, failed_folder, loss, results_folder
-
-VOID = {"meta", "link", "br", "hr", "img", "input"}
-
-
-class Page(HTMLParser):
-    """Checks that tags are balanced, and keeps the visible text and every attribute."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.words: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-    def count(self, tag: str, name: str, value: str) -> int:
-        return self.attributes.count((tag, name, value))
 
 
 def test_the_verdict_comes_first_in_words(tmp_path: Path) -> None:

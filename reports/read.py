@@ -1,0 +1,207 @@
+"""Results folders, found and read strictly: what is not whole is refused, because half a page looks like a whole one."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from conformance import serial
+from conformance.evidence import Event, EvidenceError, read_events
+from conformance.record import RecordError, Trajectory, TrajectoryRecord, trajectory_path
+from conformance.results import (
+    FILE_NAME,
+    CaseRecord,
+    LegRecord,
+    Record,
+    ResultRecord,
+    Results,
+    SabotageRecord,
+)
+from reports.acceptance import base_of
+from reports.old_results import read_any_results
+from reports.quick import read_rank_quickly
+from reports.storage import STORAGE_NAME, Storage, read_storage
+from reports.unit_tests import UNIT_TESTS_NAME, UnitTests, read_unit_tests
+
+R = TypeVar("R")
+_WITHOUT_CASE = ("soak", "sweep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One results folder of an acceptance run.
+
+    ``name`` is its path below the folder that was asked for (or its run id). ``trajectories`` and ``events`` are by the
+    folder of their leg. Legs of sabotages that a sabotage record sums up are not read: their records hold the outcome.
+    """
+
+    name: str
+    folder: Path
+    results: Results
+    trajectories: Mapping[str, Trajectory] = field(default_factory=dict)
+    events: Mapping[str, tuple[Event, ...]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _by_key(self) -> Mapping[str, tuple[Record, ...]]:
+        found: dict[str, list[Record]] = {}
+        for record in self.results.records:
+            if hasattr(record, "key"):
+                found.setdefault(record.key, []).append(record)
+        return {key: tuple(records) for key, records in found.items()}
+
+    def of(self, kind: type[R], key: str) -> tuple[R, ...]:
+        """The records of one kind that belong to one case's run, in order."""
+        return tuple(record for record in self._by_key.get(key, ()) if isinstance(record, kind))
+
+    @functools.cached_property
+    def summed_up(self) -> frozenset[tuple[str, str]]:
+        """(sabotage, case) of the results that a sabotage record of this part speaks for."""
+        return frozenset((one.id, case) for one in self.results.of(SabotageRecord) for case in one.outcomes)
+
+    def is_judged(self, result: ResultRecord) -> bool:
+        """True when the result speaks for the trainer, not for the suite's ability to notice."""
+        return (result.sabotage or "", result.case) not in self.summed_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """All parts of one acceptance run, by name; what pytest said of the unit tests and storage records, where there."""
+
+    parts: tuple[Part, ...]
+    unit_tests: UnitTests | None
+    storage: Storage
+
+
+def read_run(folders: Sequence[Path]) -> Run:
+    """Read everything below ``folders``.
+
+    Raises:
+        RecordError: a folder holds no results; a part is torn, unfinished or malformed; a leg's evidence is missing or is not
+            what its record says; two parts have one name.
+    """
+    parts: dict[str, Part] = {}
+    unit_tests = None
+    storage = Storage()
+    for folder in folders:
+        found = find_parts(folder)
+        if not found:
+            raise RecordError(f"{folder}: no {FILE_NAME} here or below; this is no results folder")
+        for path in found:
+            part = read_part(path, name=None if path == folder else path.relative_to(folder).as_posix())
+            if part.name in parts:
+                raise RecordError(f"{path}: a part called {part.name!r} is there twice")
+            parts[part.name] = part
+        if (folder / UNIT_TESTS_NAME).is_file():
+            unit_tests = read_unit_tests(folder / UNIT_TESTS_NAME)
+        for place in dict.fromkeys([folder, *found]):
+            if (place / STORAGE_NAME).is_file():
+                storage += read_storage(place / STORAGE_NAME)
+    return Run(parts=tuple(parts[name] for name in sorted(parts)), unit_tests=unit_tests, storage=storage)
+
+
+def find_parts(folder: Path) -> list[Path]:
+    """Every results folder at or below ``folder``; none is looked for inside of another."""
+    found = []
+    for root, directories, files in os.walk(folder):
+        directories.sort()
+        if FILE_NAME in files:
+            found.append(Path(root))
+            directories.clear()
+    return found
+
+
+def read_part(folder: Path, name: str | None = None) -> Part:
+    """Read one results folder with the evidence of its legs.
+
+    Raises:
+        RecordError: see :func:`read_run`.
+    """
+    results = read_any_results(folder)
+    bare = Part(name=name or results.header.run_id, folder=folder, results=results)
+    _require_whole(bare)
+    keys = {result.key for result in results.of(ResultRecord) if bare.is_judged(result)}
+    trajectories: dict[str, Trajectory] = {}
+    events: dict[str, tuple[Event, ...]] = {}
+    for leg in results.of(LegRecord):
+        if leg.key in keys and leg.folder not in events:
+            trajectories[leg.folder] = _trajectory(folder, leg)
+            events[leg.folder] = _events(folder, leg)
+    return Part(name=bare.name, folder=folder, results=results, trajectories=trajectories, events=events)
+
+
+def plain(record: Any) -> dict[str, Any]:
+    """A record as a row; a field that its version lacks is simply not there."""
+    row: dict[str, Any] = serial.to_plain(record)
+    return row
+
+
+def _require_whole(part: Part) -> None:
+    """Every result has the case that it judged and is there once; every leg that a check speaks of is there."""
+    where = part.folder / FILE_NAME
+    keys = Counter(result.key for result in part.results.of(ResultRecord))
+    for key, count in keys.items():
+        if count > 1:
+            raise RecordError(f"{where}: two results are called {key}")
+        # A soak or a sweep has no case: what was done is in its kill records.
+        if len(part.of(CaseRecord, key)) != 1 and base_of(key) not in _WITHOUT_CASE:
+            raise RecordError(f"{where}: result {key} has {len(part.of(CaseRecord, key))} case records, expected one")
+    for result in part.results.of(ResultRecord):
+        legs = {leg.leg for leg in part.of(LegRecord, result.key)}
+        for check in result.checks:
+            for parameter in ("leg", "against", "saved_by", "other"):
+                name = check.parameters.get(parameter)
+                if isinstance(name, str) and name not in legs:
+                    raise RecordError(f"{where}: result {result.key} judges leg {name}, which has no record")
+
+
+def _leg_folder(folder: Path, leg: LegRecord) -> Path:
+    inside = PurePosixPath(leg.folder)
+    if inside.is_absolute() or ".." in inside.parts:
+        raise RecordError(
+            f"{folder / FILE_NAME}: leg {leg.leg} of {leg.key}: folder {leg.folder!r} lies outside of the run"
+        )
+    path = folder / inside
+    if not path.is_dir():
+        raise RecordError(f"{path}: leg {leg.leg} of {leg.key} is missing; copy the results folder whole")
+    return path
+
+
+def _trajectory(folder: Path, leg: LegRecord) -> Trajectory:
+    """What the leg's ranks recorded, and that it is what the leg's record says."""
+    path = _leg_folder(folder, leg)
+    records: dict[int, tuple[TrajectoryRecord, ...]] = {}
+    torn = []
+    for rank, (first, last) in enumerate(zip(leg.first_steps, leg.last_steps, strict=True)):
+        file = trajectory_path(path, rank)
+        if not file.is_file():
+            if first is not None:
+                raise RecordError(f"{file}: missing, though the rank finished steps {first}..{last}")
+            continue
+        records[rank], is_torn = read_rank_quickly(file, rank)
+        if is_torn:
+            torn.append(rank)
+        own = records[rank]
+        found = (own[0].global_step, own[-1].global_step) if own else (None, None)
+        # Where one file can't be read the runner says None for all ranks.
+        if found != (first, last) and (first, last) != (None, None):
+            raise RecordError(f"{file}: steps {found[0]}..{found[1]}, the leg's record says {first}..{last}")
+    return Trajectory(records=records, torn_ranks=tuple(torn))
+
+
+def _events(folder: Path, leg: LegRecord) -> tuple[Event, ...]:
+    path = _leg_folder(folder, leg)
+    events: list[Event] = []
+    for rank in range(len(leg.ranks)):
+        file = path / f"events_rank_{rank}.jsonl"
+        if not file.is_file() and leg.trouble is not None:
+            continue  # it never came to life, and says so
+        try:
+            events += read_events(file, rank)
+        except EvidenceError as error:
+            raise RecordError(f"{path}: leg {leg.leg} of {leg.key}: {error}") from error
+    return tuple(events)

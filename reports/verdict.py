@@ -1,0 +1,238 @@
+"""Accepted, refused or incomplete: the rule of the architecture, applied to the records, and the one sentence that says why.
+
+Accepted needs every id that the profile's platforms require present with ``pass``, every calibration to hold, every sabotage
+that was put in caught, and no finding of the parts' own footers. Something seen to be wrong refuses the run; something that was
+not seen (missing, skipped, unsupported, not judged) leaves it incomplete. Unknown is never green.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from conformance.results import OUTCOMES, CalibrationRecord, SabotageRecord
+from reports.acceptance import Platform, Profile, base_of, sort_key
+from reports.document import CaseEntry, Finding, KillEntry, Verdict
+from reports.matrix import required_states
+from reports.read import Run
+from reports.scrub import scrub
+from reports.storage import Storage
+from reports.text import Text, say
+
+# The worst first; within a kind, in the order of the cases.
+_ORDER = (
+    "fail",
+    "unexpected_pass",
+    "kill_fail",
+    "storage",
+    "sabotage_missed",
+    "flaky",
+    "known_fail",
+    "footer",
+    "error",
+    "kill_error",
+    "calibration",
+    "unsupported",
+    "skipped",
+    "missing",
+    "sabotaged",
+    "no_sabotages",
+)
+_REFUSES = frozenset(_ORDER[:8])
+_BUCKET_WORDS: Mapping[str, Text] = {
+    "model": say("the model", "model"),
+    "optimizer": say("the optimizer's state", "optimizer 状态"),
+    "progress": say("the progress counters", "global_step/epoch"),
+    "lr_scheduler": say("the lr scheduler", "lr_scheduler"),
+    "train_dataloader": say("the data position", "数据读取位置"),
+    "rng_state": say("the random streams", "随机数状态"),
+}
+
+
+def make_verdict(
+    run: Run,
+    profile: Profile,
+    platforms: Sequence[Platform],
+    cases: Sequence[CaseEntry],
+    kills: Sequence[KillEntry],
+) -> Verdict:
+    """Judge a run. ``platforms`` are all that are known; the profile says which must be complete."""
+    wanted = [platform for platform in platforms if platform.id in profile.platforms]
+    states = {platform.id: required_states(platform, cases) for platform in wanted}
+    findings = [
+        *_case_findings(cases),
+        *_missing(wanted, states),
+        *_flaky(cases),
+        *_kill_findings([kill for kill in kills if not _is_told(kill, cases)]),
+        *_storage_findings(run.storage),
+        *_part_findings(run, profile, cases),
+    ]
+    findings.sort(key=lambda finding: _ORDER.index(finding.kind))
+    refused = any(finding.weight == "refused" for finding in findings)
+    counts = Counter(case.outcome for case in cases)
+    total = sum(len(own) for own in states.values())
+    passed = sum(state in ("pass", "note") for own in states.values() for state in own.values())
+    return Verdict(
+        state="refused" if refused else "incomplete" if findings else "accepted",
+        sentence=_sentence(findings, total, cases),
+        findings=tuple(findings),
+        counts={name: counts.get(name, 0) for name in OUTCOMES},
+        required=total,
+        required_passed=passed,
+    )
+
+
+def _sentence(findings: Sequence[Finding], required: int, cases: Sequence[CaseEntry]) -> Text:
+    if not findings:
+        return say(
+            "All {required} required results are there and pass; nothing of {count} cases failed, was skipped or left open.",
+            "必需的 {required} 项结果齐全且全部通过；共 {count} 个用例，无失败、无跳过、无未判定。",
+            required=required, count=len(cases),
+        )  # fmt: skip
+    return findings[0].text
+
+
+def _finding(kind: str, subject: str, text: Text, anchor: str | None = None) -> Finding:
+    return Finding(
+        kind=kind, weight="refused" if kind in _REFUSES else "incomplete", subject=subject, text=text, anchor=anchor
+    )
+
+
+def _case_findings(cases: Sequence[CaseEntry]) -> Iterator[Finding]:
+    """What is not right about single cases; a divergence tells most, so those come first."""
+    for case in sorted(cases, key=lambda case: (case.divergence is None, case.level != "must")):
+        if case.outcome in ("fail", "unexpected_pass", "known_fail", "error", "unsupported", "skipped"):
+            yield _finding(case.outcome, case.key, _story(case), case.anchor)
+    names = sorted({case.sabotage for case in cases if case.sabotage})
+    if names:
+        yield _finding("sabotaged", ", ".join(names), say(
+            "The sabotage {names} was put in on purpose; its passes say nothing about the trainer.",
+            "本次运行故意植入了破坏 {names}；其“通过”不能说明训练器正确。", names=", ".join(names),
+        ))  # fmt: skip
+
+
+def _story(case: CaseEntry) -> Text:
+    found = case.divergence
+    if case.outcome == "fail" and found is not None:
+        return say(
+            "{case}: after a resume rank {rank} parts from the uninterrupted run in {bucket}, first at step {step} ({column}).",
+            "{case}：恢复后 rank {rank} 的{bucket}与未中断的运行不同；首次出现在第 {step} 步（{column}）。",
+            case=case.case, bucket=_BUCKET_WORDS.get(found.bucket, say("{name}", "{name}", name=found.bucket)),
+            rank=found.rank, step=found.step, column=found.column,
+        )  # fmt: skip
+    words = {
+        "fail": say("fails", "失败"),
+        "unexpected_pass": say("passes, though it is listed as known to fail", "列为已知失败，却通过了"),
+        "known_fail": say("fails as known, and a known defect is still one", "按已知缺陷失败；已知缺陷仍是缺陷"),
+        "error": say("could not be judged", "无法判定"),
+        "unsupported": say(
+            "was not run: the trainer or the machine lacks something", "未运行：训练器或机器缺少所需能力"
+        ),
+        "skipped": say("was skipped", "被跳过"),
+    }
+    return say(
+        "{case} ({title}) {word}{reason}", "{case}（{title}）{word}{reason}",
+        case=case.case, title=case.title, word=words[case.outcome],
+        reason=say(": {reason}", "：{reason}", reason=case.reason) if case.reason else ".",
+    )  # fmt: skip
+
+
+def _missing(platforms: Sequence[Platform], states: Mapping[str, Mapping[tuple[str, str], str]]) -> Iterator[Finding]:
+    for platform in platforms:
+        missing = [name for name, state in states[platform.id].items() if state == "missing"]
+        if missing:
+            bases = sorted({base_of(name) for _, name in missing}, key=sort_key)
+            shown = ", ".join(bases[:12]) + (" …" if len(bases) > 12 else "")
+            yield _finding("missing", platform.id, say(
+                "{platform}: {count} of {total} required cases have no result ({shown}).",
+                "{platform}：必需的 {total} 个用例中有 {count} 个没有结果（{shown}）。",
+                platform=platform.title, count=len(missing), total=len(platform.required), shown=shown,
+            ))  # fmt: skip
+
+
+def _flaky(cases: Sequence[CaseEntry]) -> Iterator[Finding]:
+    """A case with several outcomes in one run: a resume that works sometimes does not work."""
+    outcomes: dict[tuple[str, str, str | None], set[str]] = {}
+    for case in cases:
+        outcomes.setdefault((case.part, f"{case.case} ({case.suite})", case.sabotage), set()).add(case.outcome)
+    for (part, name, _), found in outcomes.items():
+        if len(found) > 1:
+            yield _finding("flaky", name, say(
+                "{case} ({part}): repeats of it disagree: {found}.", "{case}（{part}）：多次运行结果不一致：{found}。",
+                case=name, part=part, found=", ".join(sorted(found)),
+            ))  # fmt: skip
+
+
+def _is_told(kill: KillEntry, cases: Sequence[CaseEntry]) -> bool:
+    """True when the result of its soak or sweep is red already, and says why."""
+    return any(
+        case.part == kill.part and case.case == kill.key and case.outcome not in ("pass", "note") for case in cases
+    )
+
+
+def _kill_findings(kills: Sequence[KillEntry]) -> Iterator[Finding]:
+    for outcome, kind in (("fail", "kill_fail"), ("error", "kill_error")):
+        bad = [kill for kill in kills if kill.outcome == outcome]
+        if bad:
+            yield _finding(kind, bad[0].key, say(
+                "{key}: kill {number} ({moment}, step {step}) {word}: {reason} ({count} of {total} kills).",
+                "{key}：第 {number} 次中断（{moment}，第 {step} 步）{word}：{reason}（共 {total} 次中的 {count} 次）。",
+                key=bad[0].key, number=bad[0].number, moment=bad[0].moment, step=bad[0].step,
+                word=say("is not survived", "未能正确恢复") if outcome == "fail" else say("could not be judged", "无法判定"),
+                reason=bad[0].reason, count=len(bad), total=len(kills),
+            ))  # fmt: skip
+
+
+def _storage_findings(storage: Storage) -> Iterator[Finding]:
+    for one in storage.crash_states:
+        bad = {name: count for name, count in one.violations.items() if count}
+        if bad:
+            shown = ", ".join(f"{name} {count}" for name, count in bad.items())
+            yield _finding("storage", one.protocol, say(
+                "{what}: of {states} states after a crash some break an oracle ({shown}).",
+                "{what}：{states} 个崩溃状态中有违反判据者（{shown}）。", what=one.protocol, states=one.states, shown=shown,
+            ), "storage")  # fmt: skip
+    for damage in storage.corruption:
+        if damage.loaded_silently:
+            yield _finding("storage", damage.kind, say(
+                "{what}: {count} of {tried} damaged checkpoints were loaded as if nothing were wrong.",
+                "{what}：{tried} 个损坏的 checkpoint 中有 {count} 个被当作完好加载。",
+                what=damage.kind, count=damage.loaded_silently, tried=damage.tried,
+            ), "storage")  # fmt: skip
+    alive = [mutant.id for mutant in storage.mutants if mutant.killed_by is None]
+    if alive:
+        yield _finding("sabotage_missed", alive[0], say(
+            "{count} of {total} mutants were not noticed ({first} …).", "{total} 个变异中有 {count} 个未被发现（{first} …）。",
+            count=len(alive), total=len(storage.mutants), first=alive[0],
+        ), "storage")  # fmt: skip
+
+
+def _part_findings(run: Run, profile: Profile, cases: Sequence[CaseEntry]) -> Iterator[Finding]:
+    """Sabotages, calibrations, and what a part's own footer says and nothing above did."""
+    sabotages = [(part, one) for part in run.parts for one in part.results.of(SabotageRecord)]
+    for part, one in sabotages:
+        if not one.caught:
+            yield _finding("sabotage_missed", one.id, say(
+                "The sabotage {name} ({title}) was not noticed: {reason}.", "破坏 {name}（{title}）未被发现：{reason}。",
+                name=one.id, title=one.title, reason=scrub(one.reason) or part.name,
+            ), "sabotages")  # fmt: skip
+    if profile.sabotages and not sabotages:
+        yield _finding("no_sabotages", profile.title.en, say(
+            "No sabotage was put in, so nothing shows that this suite would have noticed a defect.",
+            "没有植入任何破坏，无法证明本套件能够发现缺陷。",
+        ))  # fmt: skip
+    for part in run.parts:
+        for pair in part.results.of(CalibrationRecord):
+            if not pair.equal:
+                yield _finding("calibration", pair.signature, say(
+                    "{part}: two uninterrupted runs of one training differ ({reason}), so nothing exact can be judged there.",
+                    "{part}：同一训练的两次未中断运行不一致（{reason}），无法做精确判定。",
+                    part=part.name, reason=scrub(pair.problem or (pair.divergence.column if pair.divergence else "")),
+                ))  # fmt: skip
+        explained = any(case.part == part.name and case.outcome not in ("pass", "note") for case in cases)
+        explained |= any(not one.caught for one in part.results.of(SabotageRecord))
+        if not part.results.footer.accepted and not explained:
+            yield _finding("footer", part.name, say(
+                "{part}: {reason}", "{part}：{reason}",
+                part=part.name, reason=scrub("; ".join(part.results.footer.reasons)) or "its footer says: not accepted",
+            ))  # fmt: skip

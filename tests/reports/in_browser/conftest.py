@@ -1,0 +1,97 @@
+"""A real browser: the system's Chromium, driven by Playwright, without a network.
+
+Neither comes with this project's packages. Where one is missing these tests are not collected, and pytest's header says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reports.__main__ import main
+from tests.reports.run_folder import RunFolder, refused_run, single, whole_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+MISSING = [
+    name
+    for name, there in (("playwright", importlib.util.find_spec("playwright")), ("chromium", CHROMIUM))
+    if not there
+]
+collect_ignore_glob = ["test_*.py"] if MISSING else []
+STEPS = 10_000
+
+
+def pytest_report_header() -> str:
+    return f"browser tests: not collected, missing: {', '.join(MISSING)}" if MISSING else f"browser tests: {CHROMIUM}"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page that fails its test for any message on the console, any error, and any request but for files."""
+    context = browser.new_context(viewport={"width": 1280, "height": 820}, offline=True)
+    page = context.new_page()
+    trouble: list[str] = []
+    page.on("console", lambda message: trouble.append(message.text))
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on(
+        "request", lambda request: None if request.url.startswith(("file:", "data:")) else trouble.append(request.url)
+    )
+    yield page
+    context.close()
+    assert trouble == []
+
+
+def built(run: RunFolder) -> str:
+    """The address of the run's page."""
+    assert main(["build", str(run.finish())]) != 2
+    return (run.folder / "report" / "index.html").as_uri()
+
+
+@pytest.fixture(scope="session")
+def accepted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return built(whole_run(tmp_path_factory.mktemp("accepted") / "run"))
+
+
+@pytest.fixture(scope="session")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return built(refused_run(tmp_path_factory.mktemp("refused") / "run"))
+
+
+@pytest.fixture(scope="session")
+def incomplete(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return built(whole_run(tmp_path_factory.mktemp("incomplete") / "run", leave_out=["A6", "C7"]))
+
+
+@pytest.fixture(scope="session")
+def long(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """10,000 steps; one loss, at step 4321, is another one."""
+
+    def change(row: dict[str, object], rank: int) -> None:
+        if row["global_step"] == 4_321:
+            row["loss"] = single(float(str(row["loss"])) + 2**-18)
+
+    run = RunFolder(tmp_path_factory.mktemp("long") / "run")
+    run.resumed_case("C9", last=STEPS, kill=3_000, resume=2_000, change=change)
+    return built(run)
+
+
+def folder_of(address: str) -> Path:
+    return Path(address.removeprefix("file://")).parent

@@ -1,0 +1,395 @@
+"""Results folders written line by line from formulas, in schema 1: what a report must show is known without running a training.
+
+The lines are written here, not by the writer of the conformance room, so that what old runs left behind stays readable.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).parents[2]
+OUTCOMES = ("pass", "fail", "error", "unsupported", "skipped", "known_fail", "unexpected_pass", "note")
+EPOCH = 6  # steps
+BATCH = 4
+
+
+def single(value: float) -> float:
+    (back,) = struct.unpack("<f", struct.pack("<f", value))
+    return float(back)
+
+
+def loss(step: int, rank: int = 0) -> float:
+    return single(3.0 / (1 + 0.1 * step) + 0.01 * rank + 0.05 * (step * 7 % 5))
+
+
+def lr(step: int) -> float:
+    return 1e-3 * (1 - step / 97)
+
+
+def samples(step: int, rank: int = 0) -> list[int]:
+    first = (step - 1) % EPOCH * BATCH + 1000 * rank
+    return list(range(first, first + BATCH))
+
+
+def record(step: int, rank: int = 0) -> dict[str, Any]:
+    """One line of a trajectory."""
+    return {
+        "global_step": step,
+        "epoch": (step - 1) // EPOCH,
+        "batch_index": (step - 1) % EPOCH,
+        "loss": loss(step, rank),
+        "lr": lr(step),
+        "group_lrs": [lr(step)],
+        "grad_norm": single(1 + 1 / step),
+        "sample_ids": samples(step, rank),
+        "seconds": 0.25,
+        "digests": {
+            "model": f"aa{step:04x}{rank:02x}",
+            "optimizer": f"bb{step:04x}{rank:02x}",
+            "rng": {"torch_cpu": f"cc{step:04x}{rank:02x}", "torch_device": None, "python": f"dd{step:04x}{rank:02x}"},
+        },
+    }
+
+
+def state(step: int, rank: int = 0) -> dict[str, dict[str, str]]:
+    """What an event tells of the six buckets."""
+    return {
+        "model": {"weight": f"float32[2] {step:08x}"},
+        "optimizer": {"weight.exp_avg": f"float32[2] {step + 7:08x}"},
+        "progress": {"global_step": str(step), "epoch": str(step // EPOCH)},
+        "lr_scheduler": {"last_epoch": str(step)},
+        "train_dataloader": {"batches_consumed": str(step % EPOCH)},
+        "rng_state": {"torch_cpu": f"{step:04x}{rank:02x}", "python": f"{step + 1:04x}{rank:02x}"},
+    }
+
+
+Change = Callable[[dict[str, Any], int], None]
+
+
+class RunFolder:
+    """A run in the making. ``finish`` writes ``results.jsonl``."""
+
+    def __init__(self, folder: Path, *, platform: str = "all", run_id: str = "run-1", argv: Sequence[str] = ("run",)):
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.lines: list[dict[str, Any]] = [
+            {
+                "record": "header",
+                "schema": "hyper_resume.results/1",
+                "run_id": run_id,
+                "platform": platform,
+                "adapter": "hyper_resume",
+                "versions": {"python": "3.11.7", "torch": "2.13.0+cpu"},
+                "system": "Linux x86_64",
+                "argv": list(argv),
+                "started_at": "2026-03-01T10:00:00+00:00",
+            }
+        ]
+        self.outcomes: list[tuple[str | None, str]] = []
+
+    def case(
+        self,
+        name: str,
+        outcome: str = "pass",
+        *,
+        reason: str = "",
+        sabotage: str | None = None,
+        repeat: int = 0,
+        checks: Sequence[dict[str, Any]] = (),
+        title: str | None = None,
+        level: str = "must",
+        given: dict[str, Any] | None = None,
+        suite: str = "conformance",
+    ) -> str:
+        """A case that needs no legs; its key. Both suites may have the same ids, so a system test has another key here."""
+        key = name + (f"@{sabotage}" if sabotage else "") + (f"#{repeat}" if repeat else "")
+        key += "~st" if suite == "st" else ""
+        shown = title if title is not None else f"what {name} does"
+        self.lines.append(
+            {
+                "record": "case",
+                "key": key,
+                "case": {"id": name, "title": shown, "spec": "8.2", "why": "harm", "given": given or {}},
+            }
+        )
+        self._result(key, name, shown, outcome, reason, sabotage, repeat, checks, level, suite)
+        return key
+
+    def system_cases(self, *bases: str) -> None:
+        """Every system test of this checkout (of these ids) passes."""
+        for name in system_ids():
+            if not bases or name.partition(".")[0] in bases:
+                self.case(name, suite="st")
+
+    def resumed_case(
+        self,
+        name: str,
+        *,
+        ranks: int = 1,
+        last: int = 12,
+        kill: int = 8,
+        resume: int = 5,
+        change: Change | None = None,
+        restored: Change | None = None,
+        outcome: str = "pass",
+        reason: str = "",
+        sabotage: str | None = None,
+        divergence: dict[str, Any] | None = None,
+        given: dict[str, Any] | None = None,
+    ) -> str:
+        """A case with reference, interrupted and resumed leg. ``change`` edits each record (and rank) of the resumed leg."""
+        key = name + (f"@{sabotage}" if sabotage else "")
+        shown = given if given is not None else ({"world_size": ranks, "parallel": "fsdp"} if ranks > 1 else {})
+        self.lines.append(
+            {
+                "record": "case",
+                "key": key,
+                "case": {"id": name, "title": f"{name} goes on", "spec": "8.2", "why": "harm", "given": shown},
+            }
+        )
+        kill_end = {"exit_code": None, "signal": "SIGKILL"}
+        self.leg(key, "reference", 1, last, ranks)
+        self.leg(key, "interrupted", 1, kill, ranks, ends=kill_end, saves=[resume], killed_at=kill)
+        self.leg(
+            key,
+            "resumed",
+            resume + 1,
+            last,
+            ranks,
+            restores=resume,
+            change=change,
+            restored=restored,
+            sabotage=sabotage,
+        )
+        check = {
+            "check": "trajectory_equals",
+            "parameters": {"leg": "resumed", "against": "reference", "steps": [resume + 1, last]},
+            "status": "passed" if divergence is None else "failed",
+            "expected": "as in reference",
+            "observed": "identical" if divergence is None else "different",
+            "divergence": divergence,
+            "blames": divergence["bucket"] if divergence else None,
+        }
+        self._result(key, name, f"{name} goes on", outcome, reason, sabotage, 0, [check], "must")
+        return key
+
+    def leg(
+        self,
+        key: str,
+        leg: str,
+        first: int,
+        last: int,
+        ranks: int = 1,
+        *,
+        ends: dict[str, Any] | None = None,
+        saves: Sequence[int] = (),
+        restores: int | None = None,
+        killed_at: int | None = None,
+        change: Change | None = None,
+        restored: Change | None = None,
+        sabotage: str | None = None,
+    ) -> None:
+        """One leg with its files."""
+        name = f"{key}/legs/{leg}"
+        path = self.folder / name
+        path.mkdir(parents=True)
+        for rank in range(ranks):
+            rows = [record(step, rank) for step in range(first, last + 1)]
+            for row in rows if change else ():
+                change(row, rank)  # type: ignore[misc]  # there is one
+            (path / f"trajectory_rank_{rank}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            events = self._events(first, rank, saves, restores, restored)
+            (path / f"events_rank_{rank}.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        end = ends or {"exit_code": 0, "signal": None}
+        fault = {"kind": "kill", "after_step": killed_at, "moment": "after_step", "reached_by": list(range(ranks))}
+        self.lines.append(
+            {
+                "record": "leg",
+                "key": key,
+                "leg": leg,
+                "folder": name,
+                "argv": ["python", "train.py"],
+                "until_step": last,
+                "restore_from": None if restores is None else "LATEST",
+                "checkpoint_dir": "checkpoints",
+                "sabotage": sabotage,
+                "shared": False,
+                "ranks": [end] * ranks,
+                "first_steps": [first] * ranks,
+                "last_steps": [last] * ranks,
+                "fault": fault if killed_at is not None else None,
+                "timed_out": False,
+                "trouble": None,
+                "seconds": 3.0,
+            }
+        )
+
+    def _events(
+        self, first: int, rank: int, saves: Sequence[int], restores: int | None, restored: Change | None
+    ) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = [{"kind": "start", "at": 0.01, "versions": {}}]
+        if restores is not None:
+            buckets = state(restores, rank)
+            if restored:
+                restored(buckets, rank)
+            events.append({"kind": "restored", "at": 0.5, "global_step": restores, "epoch": 0, "buckets": buckets})
+        events.append(
+            {"kind": "begin", "at": 0.75, "global_step": first - 1, "start_epoch": 0, "start_step": first - 1}
+        )
+        for step in saves:
+            message = f"Saving checkpoint: global_step={step}, epoch=0, dir=x, save_async=False"
+            events.append({"kind": "log", "at": 1.5, "level": "INFO", "logger": "x", "message": message})
+            events.append({"kind": "saved", "at": 2 + step / 100, "global_step": step, "buckets": state(step, rank)})
+        return events
+
+    def sabotage(self, name: str, case: str, *, caught: bool = True, bucket: str = "rng_state") -> None:
+        """A defect that was put in, with the red case that shows it."""
+        self.case(case, "fail" if caught else "pass", sabotage=name)
+        self.lines.append(
+            {
+                "record": "sabotage",
+                "id": name,
+                "title": f"{name} is put in",
+                "caught": caught,
+                "outcomes": {case: "fail" if caught else "pass"},
+                "caught_by": "trajectory_equals" if caught else None,
+                "expected_bucket": bucket,
+                "blamed_bucket": bucket if caught else None,
+                "right_bucket": caught,
+                "reason": "" if caught else f"{case}: pass",
+            }
+        )
+
+    def calibration(self, *, equal: bool = True, problem: str | None = None) -> None:
+        """Two reference legs held against each other."""
+        self.lines.append(
+            {
+                "record": "calibration",
+                "signature": "0123456789ab",
+                "folders": ["a", "b"],
+                "steps": 9,
+                "equal": equal,
+                "divergence": None,
+                "spread": {},
+                "problem": problem,
+            }
+        )
+
+    def _result(
+        self,
+        key: str,
+        name: str,
+        title: str,
+        outcome: str,
+        reason: str,
+        sabotage: str | None,
+        repeat: int,
+        checks: Sequence[dict[str, Any]],
+        level: str,
+        suite: str = "conformance",
+    ) -> None:
+        self.outcomes.append((sabotage, outcome))
+        self.lines.append(
+            {
+                "record": "result",
+                "key": key,
+                "case": name,
+                "title": title,
+                "level": level,
+                "outcome": outcome,
+                "reason": reason,
+                "blamed": None,
+                "checks": list(checks),
+                "sabotage": sabotage,
+                "repeat": repeat,
+                "reproduce": f"python -m {suite} run {'--case ' if suite == 'conformance' else ''}{name} --keep",
+                "seconds": 0.5,
+            }
+        )
+
+    def finish(self, *, accepted: bool | None = None, reasons: Sequence[str] = ()) -> Path:
+        """Write ``results.jsonl`` with its footer; the folder."""
+        clean = [outcome for sabotage, outcome in self.outcomes if sabotage is None]
+        good = all(outcome in ("pass", "note") for outcome in clean) if accepted is None else accepted
+        self.lines.append(
+            {
+                "record": "footer",
+                "counts": {name: clean.count(name) for name in OUTCOMES},
+                "accepted": good,
+                "reasons": list(reasons),
+                "seconds": 60.0,
+            }
+        )
+        self.write()
+        return self.folder
+
+    def write(self) -> None:
+        """Write ``results.jsonl`` as it is now."""
+        text = "".join(json.dumps(line) + "\n" for line in self.lines)
+        (self.folder / "results.jsonl").write_text(text, encoding="utf-8")
+
+
+def every_id() -> list[str]:
+    """Every case id of the matrix, found by its line in the YAML."""
+    return _ids(CHECKOUT / "conformance" / "cases")
+
+
+def system_ids() -> list[str]:
+    """Every id of the system tests; none in a checkout that has no scenarios."""
+    return _ids(CHECKOUT / "st" / "scenarios")
+
+
+def _ids(folder: Path) -> list[str]:
+    paths = sorted(folder.glob("*.yaml"))
+    return [found for path in paths for found in re.findall(r"(?m)^- id: (\S+)", path.read_text())]
+
+
+def whole_run(folder: Path, *, leave_out: Sequence[str] = (), **resumed: Any) -> RunFolder:
+    """All cases pass; D1 has four ranks and its legs, C9 has legs too. ``resumed`` goes to D1."""
+    run = RunFolder(folder)
+    for name in sorted(every_id()):
+        if name in leave_out:
+            continue
+        if name == "D1":
+            run.resumed_case(name, ranks=4, **resumed)
+        elif name == "C9":
+            run.resumed_case(name)
+        else:
+            run.case(name)
+    run.system_cases()
+    run.calibration()
+    return run
+
+
+def wrong_stream(row: dict[str, Any], rank: int) -> None:
+    """The resumed leg's rank 2 has rank 0's random stream, and its loss follows."""
+    if rank == 2:
+        row["digests"]["rng"]["torch_cpu"] = f"cc{row['global_step']:04x}00"
+        row["loss"] = single(row["loss"] + 2**-20)
+
+
+WRONG_STREAM = {
+    "step": 6,
+    "rank": 2,
+    "bucket": "rng_state",
+    "column": "rng.torch_cpu",
+    "reference": "cc000602",
+    "resumed": "cc000600",
+}
+
+
+def refused_run(folder: Path) -> RunFolder:
+    """A whole run in which D1 went on with the random stream of another rank."""
+    return whole_run(
+        folder,
+        change=wrong_stream,
+        restored=lambda buckets, rank: buckets["rng_state"].update(torch_cpu="000500") if rank == 2 else None,
+        outcome="fail",
+        reason="trajectory_equals: expected as in reference; found different",
+        divergence=WRONG_STREAM,
+    )
