@@ -13,7 +13,7 @@ import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from conformance.proof_record import ColumnResult, Comparison, Divergence
+from conformance.comparison import ColumnResult, Comparison, Divergence
 from conformance.record import Trajectory, TrajectoryRecord
 
 Value: TypeAlias = "int | float | str | tuple[int, ...] | tuple[float, ...] | None"

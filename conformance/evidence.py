@@ -16,6 +16,7 @@ from conformance.results import CalibrationRecord, FaultRecord, LegRecord, LookR
 
 EVENT_KINDS = (
     "start",
+    "configuration",
     "built",
     "callbacks",
     "log",

@@ -158,7 +158,7 @@ def parse_line(line: bytes, *, rank: int, where: str) -> TrajectoryRecord:
         RecordError: not a JSON object, an unknown or missing or repeated key, or a value of the wrong type.
     """
     try:
-        data = json.loads(line, object_pairs_hook=_without_repeats)
+        data = _DECODER.decode(line.decode())
     except ValueError as error:
         raise RecordError(f"{where}: not a JSON record: {error}") from error
     if not isinstance(data, dict):
@@ -190,6 +190,10 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise ValueError("a key stands twice")
     return result
+
+
+# One for all lines: json.loads would make one a line.
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats)
 
 
 def _whole(data: dict[str, Any], key: str, minimum: int = 0) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from conformance import serial
-from conformance.proof_record import Divergence
+from conformance.comparison import Divergence
 from conformance.record import RecordError
 
 SCHEMA = "hyper_resume.results/2"
@@ -39,14 +39,24 @@ BLAMES = (*BUCKETS, "stateful", "storage", "policy", "config")
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderRecord:
-    """The run: who judged whom, with what. ``source`` is the commit of the checkout, with ``+`` when files differ from it."""
+    """The run: who judged whom, with what.
+
+    ``suite`` is the kind of run (``conformance``, ``st``, ``soak``, ``sweep``), ``required`` what the platform required of it.
+    ``source`` is the commit of the checkout, with ``+`` when files differ from it; ``packages_digest`` is of all that is
+    installed; ``environment`` holds the variables that may change a result.
+    """
 
     schema: str
     run_id: str
+    suite: str
     platform: str
+    required: tuple[str, ...]
     adapter: str
     versions: Mapping[str, str]
     system: str
+    machine: Mapping[str, str]
+    packages_digest: str
+    environment: Mapping[str, str]
     source: str
     argv: tuple[str, ...]
     started_at: str
@@ -189,7 +199,8 @@ class KillRecord:
     """One kill of many: of a soak, or a point of a crash sweep. ``key`` is that of the soak's or sweep's result.
 
     ``what`` is the file operation in words; ``last_step`` the last step that all ranks had finished; ``resumed_at`` what the
-    next leg restored (0: nothing), ``lost_steps`` the difference.
+    next leg restored (0: nothing), ``lost_steps`` the difference; ``divergence`` the first value of the life after it (or,
+    at the last point of a story, of the killed one) that is not the reference's.
     """
 
     key: str
@@ -206,6 +217,7 @@ class KillRecord:
     lost_steps: int | None
     outcome: Outcome
     reason: str
+    divergence: Divergence | None
     seconds: float
 
 

@@ -7,6 +7,7 @@ and says where in the data the trouble is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ def build(kind: type[T], data: Any, where: str, *, defaults: bool = False) -> T:
     """
     if not isinstance(data, Mapping):
         raise SerialError(f"{where}: expected a mapping, found {data!r}")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]  # a class can be hashed
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # T is a dataclass
     unknown = [key for key in data if key not in fields]
     if unknown:
@@ -147,6 +148,12 @@ def json_schema(kind: type[Any], definitions: dict[str, Any]) -> dict[str, Any]:
             "properties": {name: _schema_of(hint, definitions) for name, hint in hints.items()},
         }
     return {"$ref": f"#/$defs/{kind.__name__}"}
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    # Thousands of records are of a dozen kinds.
+    return typing.get_type_hints(kind)
 
 
 def _schema_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import platform as machine
-import subprocess
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from conformance import provenance
 from conformance.adapter import Adapter
 from conformance.case import Case
 from conformance.platforms import Platform
@@ -41,19 +40,6 @@ class Work:
     repeat: int = 0
 
 
-def source_version() -> str:
-    """The commit of this checkout, with ``+`` behind it when files differ from it; empty where there is no git."""
-    here = Path(__file__).resolve().parent
-    told = []
-    for words in (["rev-parse", "HEAD"], ["status", "--porcelain"]):
-        try:
-            done = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=True, timeout=20)
-        except (OSError, subprocess.SubprocessError):
-            return ""
-        told.append(done.stdout.strip())
-    return told[0] + ("+" if told[1] else "")
-
-
 def warm_only(folder: Path) -> Mapping[str, Launcher]:
     """The launchers of the matrix: every leg is forked from a process that has the trainer imported."""
     return {"warm": Hosts(folder)}
@@ -67,6 +53,7 @@ class Session:
         adapter: Adapter,
         folder: Path,
         *,
+        suite: str = "conformance",
         platform: Platform | None = None,
         jobs: int = 2,
         keep: bool = False,
@@ -80,6 +67,7 @@ class Session:
         Args:
             adapter: the trainer.
             folder: of this run.
+            suite: what kind of run it is, for the records: ``conformance``, ``st``, ``soak``, ``sweep``.
             platform: what the run is for; None for the CPU.
             jobs: cases at a time.
             keep: keep the checkpoints of cases that passed too.
@@ -102,18 +90,23 @@ class Session:
         self.results: list[ResultRecord] = []
         self.sabotages: list[SabotageRecord] = []
         self._is_stopped = False
-        self._writer.write([self._header(argv)])
+        self._writer.write([self._header(suite, argv)])
 
-    def _header(self, argv: Sequence[str]) -> HeaderRecord:
+    def _header(self, suite: str, argv: Sequence[str]) -> HeaderRecord:
         described = self._runner.description
         return HeaderRecord(
             schema=SCHEMA,
             run_id=self.folder.name,
+            suite=suite,
             platform=self._platform.id if self._platform else "all",
+            required=self._platform.requires if self._platform else (),
             adapter=described.name,
-            versions={"python": machine.python_version(), **described.versions},
-            system=f"{machine.system()} {machine.machine()}, {os.cpu_count()} CPUs",
-            source=source_version(),
+            versions={"python": platform.python_version(), **described.versions},
+            system=f"{platform.system()} {platform.machine()}",
+            machine=provenance.machine(self.folder),
+            packages_digest=provenance.packages_digest(),
+            environment=provenance.settings(),
+            source=provenance.source_version(),
             argv=tuple(argv),
             started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -193,8 +186,8 @@ def make_footer(
     reasons = [f"{result.key}: {result.outcome}: {result.reason}" for result in clean if result.outcome not in GOOD]
     reasons += [f"{name}: required, and there is no such case" for name in missing]
     reasons += [f"sabotage {record.id} was not caught: {record.reason}" for record in sabotages if not record.caught]
-    if not results:
-        reasons.append("nothing was run")
+    if not clean:
+        reasons.append("nothing was run without a sabotage" if results else "nothing was run")
     return FooterRecord(
         counts={name: counts.get(name, 0) for name in OUTCOMES},
         accepted=not reasons,

@@ -1,4 +1,4 @@
-"""``python -m reports build | compare | proof``: results folders become pages, and the files that machines read."""
+"""``python -m reports build | compare``: results folders become pages, and the files that machines read."""
 
 from __future__ import annotations
 
@@ -16,20 +16,15 @@ from reports.compare_page import render_comparison
 from reports.history import append_run, line_of, make_trend, read_history, with_run
 from reports.outputs import PAGE, make_files, write_files
 from reports.read import read_run
-from reports.resume_page import build_page
 
-# 0: accepted, or the two runs agree. 2: the question itself is wrong, or the records can't be trusted.
-EXIT_CODES = {"accepted": 0, "refused": 1, "incomplete": 3}
-_VERBS = ("build", "compare", "proof")
+# 0: accepted, all that was chosen passed, or the two runs agree. 2: the question itself is wrong, or the records can't be
+# trusted.
+EXIT_CODES = {"accepted": 0, "passed": 0, "refused": 1, "incomplete": 3}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; see :data:`EXIT_CODES`."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    # The page of one proof is older than the verbs and needs none.
-    if words and words[0] not in (*_VERBS, "-h", "--help"):
-        words.insert(0, "proof")
-    options = _parser().parse_args(words)
+    options = _parser().parse_args(arguments)
     # Millions of small objects are made and none is garbage before the end.
     gc.disable()
     try:
@@ -48,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     build = verbs.add_parser("build", help="the acceptance report of one run", allow_abbrev=False)
     build.add_argument("results", type=Path, nargs="+", help="results folders, or folders that hold several")
     build.add_argument("-o", "--output", type=Path, help="default: report/ in the first folder")
-    build.add_argument("--profile", default="accept", help="which platforms must be complete: accept, nightly, npu")
+    build.add_argument("--profile", default="accept", help="what must be complete: accept, nightly, npu, selection")
     build.add_argument("--title", help="default: the trainer's name")
     build.add_argument("--history", type=Path, metavar="FILE", help="JSON lines of earlier runs; this run is added")
     build.set_defaults(do=_build)
@@ -56,11 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     comparing.add_argument("-o", "--output", type=Path, help="the page; default: none, only the text")
+    comparing.add_argument("--profile", default="accept", help="by which both verdicts are made")
     comparing.set_defaults(do=_compare)
-    proof = verbs.add_parser("proof", help="the page of one run of python -m st prove", allow_abbrev=False)
-    proof.add_argument("results", type=Path)
-    proof.add_argument("-o", "--output", type=Path, help="default: index.html in the results folder")
-    proof.set_defaults(do=_proof)
     return parser
 
 
@@ -81,19 +73,14 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    found = compare(assemble(read_run([options.before])), assemble(read_run([options.after])))
+    before, after = (assemble(read_run([side]), profile=options.profile) for side in (options.before, options.after))
+    found = compare(before, after)
     print(text_of(found), end="")
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(render_comparison(found), encoding="utf-8")
         print(f"page: {options.output}")
     return 1 if found.flips else 0
-
-
-def _proof(options: argparse.Namespace) -> int:
-    page = build_page(options.results)
-    (options.output or options.results / PAGE).write_text(page, encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from conformance.results import CalibrationRecord, HeaderRecord, SabotageRecord
+from conformance.results import CalibrationRecord, HeaderRecord, KillRecord, SabotageRecord
 from reports import document
-from reports.acceptance import Acceptance, Platform, load_acceptance, load_platforms
-from reports.cases import make_cases
+from reports.acceptance import Acceptance, Platform, Told, load_acceptance, load_platforms
+from reports.cases import anchor_of, make_cases
 from reports.document import CaseEntry, KillEntry, PartEntry, Report, SabotageEntry, Verdict
-from reports.frames import Frames, kill_rows, make_frames
-from reports.matrix import make_done, make_rows
+from reports.frames import Frames, make_frames
+from reports.matrix import make_done, make_rows, only_run
 from reports.read import Part, Run
 from reports.scrub import scrub, scrub_command, scrub_environment
 from reports.text import Text, say
 from reports.verdict import make_verdict
 
 _MOST_FOCUS = 3
-# Provenance that a header may hold; a header of schema 1 holds none of it, and the page says so.
-HEADER_FACTS = (
-    "commit",
-    "machine",
-    "cores",
-    "memory_bytes",
-    "file_system",
-    "packages_digest",
-    "environment",
-    "seeds",
+_NOT_CHOSEN = say(
+    "Whatever was not chosen. Whether everything that is required was run and passes is what the profile accept asks.",
+    "未被选中的一切。必需的用例是否全部运行且通过，由 accept 验收范围判定。",
 )
+# Provenance that a header holds; one of schema 1 holds none of it, and the page says so.
+HEADER_FACTS = ("source", "machine", "packages_digest", "environment")
 
 
 class ReportError(ValueError):
@@ -39,9 +34,10 @@ class ReportError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Assembled:
-    """The report, and the frames and records that it was made from."""
+    """The report, the frames and records that it was made from, and the platforms that are its columns."""
 
     report: Report
+    platforms: tuple[Platform, ...]
     frames: Frames
     run: Run
 
@@ -55,12 +51,20 @@ def assemble(run: Run, *, profile: str = "accept", title: str | None = None) -> 
     acceptance = load_acceptance()
     if profile not in acceptance.profiles:
         raise ReportError(f"no profile is called {profile!r}; known: {', '.join(acceptance.profiles)}")
-    platforms = load_platforms(acceptance)
-    cases = make_cases(run)
-    kills = tuple(_kill(row) for part in run.parts for row in kill_rows(part))
-    verdict = make_verdict(run, acceptance.profiles[profile], platforms, cases, kills)
+    held_to = acceptance.profiles[profile]
+    platforms = load_platforms(acceptance, _told(run))
+    kills = tuple(_kill(part, one) for part in run.parts for one in part.results.of(KillRecord))
+    cases = make_cases(run, kills)
+    verdict = make_verdict(run, held_to, platforms, cases, kills)
     sabotages = tuple(_sabotage(part, one) for part in run.parts for one in part.results.of(SabotageRecord))
-    rows = make_rows(acceptance, platforms, cases)
+    if held_to.is_acceptance:
+        rows = make_rows(acceptance, platforms, cases)
+        done = make_done(acceptance.done, platforms, cases, run.unit_tests)
+        not_tested = _not_tested(acceptance, platforms, sabotages, kills, cases)
+    else:
+        platforms, rows = only_run(platforms, make_rows(acceptance, platforms, cases, all_required=False))
+        done = ()
+        not_tested = (_NOT_CHOSEN, *acceptance.never_tested)
     report = Report(
         schema=document.SCHEMA,
         title=title or ", ".join(sorted({part.results.header.adapter for part in run.parts})),
@@ -69,16 +73,27 @@ def assemble(run: Run, *, profile: str = "accept", title: str | None = None) -> 
         verdict=verdict,
         parts=tuple(_part(part) for part in run.parts),
         rows=rows,
-        done=make_done(acceptance.done, platforms, cases, run.unit_tests),
+        done=done,
         focus=choose_focus(cases, verdict),
         cases=cases,
         sabotages=sabotages,
         kills=kills,
         storage=run.storage,
         calibrations=_calibrations(run),
-        not_tested=_not_tested(acceptance, profile, platforms, sabotages, kills, cases),
+        not_tested=not_tested,
     )
-    return Assembled(report=report, frames=make_frames(run), run=run)
+    return Assembled(report=report, platforms=platforms, frames=make_frames(run), run=run)
+
+
+def _told(run: Run) -> Told:
+    """What the runs say was required of them; where several were made for one platform, all that any of them says."""
+    told: dict[tuple[str, str], tuple[str, ...]] = {}
+    for part in run.parts:
+        header = part.results.header
+        if header.required:
+            before = told.get((header.suite, header.platform), ())
+            told[header.suite, header.platform] = tuple(dict.fromkeys((*before, *header.required)))
+    return told
 
 
 def choose_focus(cases: Sequence[CaseEntry], verdict: Verdict) -> tuple[str, ...]:
@@ -105,36 +120,34 @@ def choose_focus(cases: Sequence[CaseEntry], verdict: Verdict) -> tuple[str, ...
 
 def _part(part: Part) -> PartEntry:
     header, footer = part.results.header, part.results.footer
-    facts: dict[str, str] = {}
-    for name in HEADER_FACTS:
-        value = header_fact(header, name)
-        if name == "environment" and value:
-            facts |= {f"environment {key}": text for key, text in scrub_environment(value).items()}
-        elif name == "commit" and value is not None:
-            facts |= {"commit": str(value).removesuffix("+")[:12], "dirty": "yes" if str(value).endswith("+") else "no"}
-        elif value is not None:
-            facts[name] = scrub(str(value))
     return PartEntry(
         name=part.name,
         run_id=header.run_id,
         schema=header.schema,
+        suite=header.suite,
         platform=header.platform,
         adapter=header.adapter,
         versions=header.versions,
         system=header.system,
+        machine={name: scrub(text) for name, text in header.machine.items()},
         command=scrub_command(header.argv),
         started_at=header.started_at,
         seconds=footer.seconds,
         accepted=footer.accepted,
         counts=footer.counts,
-        facts=facts,
-        missing=tuple(name for name in HEADER_FACTS if header_fact(header, name) is None),
+        facts=_facts(header),
+        missing=tuple(name for name in HEADER_FACTS if not getattr(header, name)),
     )
 
 
-def header_fact(header: HeaderRecord, name: str) -> Any:
-    """A fact of the header, None where its version has no such field; the commit is called ``source`` there."""
-    return getattr(header, "source" if name == "commit" else name, None) or None
+def _facts(header: HeaderRecord) -> dict[str, str]:
+    facts = {}
+    if header.source:
+        is_dirty = header.source.endswith("+")
+        facts |= {"commit": header.source.removesuffix("+")[:12], "dirty": "yes" if is_dirty else "no"}
+    if header.packages_digest:
+        facts["packages_digest"] = header.packages_digest
+    return facts | {f"environment {name}": text for name, text in scrub_environment(header.environment).items()}
 
 
 def _sabotage(part: Part, one: SabotageRecord) -> SabotageEntry:
@@ -152,11 +165,27 @@ def _sabotage(part: Part, one: SabotageRecord) -> SabotageEntry:
     )
 
 
-def _kill(row: Mapping[str, Any]) -> KillEntry:
-    known = {field.name for field in fields(KillEntry)}
-    values = {name: row.get(name) for name in known}
-    values |= {name: scrub(str(row.get(name) or "")) for name in ("reason", "victims", "moment", "mode")}
-    return KillEntry(**values)  # type: ignore[arg-type]  # a record of its own strict reader
+def _kill(part: Part, one: KillRecord) -> KillEntry:
+    return KillEntry(
+        anchor=anchor_of(part.name, f"{one.key}-{one.number}", kind="kill"),
+        part=part.name,
+        key=one.key,
+        number=one.number,
+        mode=one.mode,
+        moment=one.moment,
+        step=one.step,
+        rank=one.rank,
+        operation=one.operation,
+        what=scrub(one.what) if one.what else None,
+        victims=one.victims,
+        last_step=one.last_step,
+        resumed_at=one.resumed_at,
+        lost_steps=one.lost_steps,
+        outcome=one.outcome,
+        reason=scrub(one.reason),
+        divergence=one.divergence,
+        seconds=one.seconds,
+    )
 
 
 def _calibrations(run: Run) -> Mapping[str, int]:
@@ -167,7 +196,6 @@ def _calibrations(run: Run) -> Mapping[str, int]:
 
 def _not_tested(
     acceptance: Acceptance,
-    profile: str,
     platforms: Sequence[Platform],
     sabotages: Sequence[SabotageEntry],
     kills: Sequence[KillEntry],
@@ -177,6 +205,12 @@ def _not_tested(
     found = []
     ran = {case.platform for case in cases}
     for platform in platforms:
+        if platform.later:
+            found.append(say(
+                "{title}: required by this checkout, but not yet when the run was made: {names}.",
+                "{title}：当前代码要求、但生成该结果时尚未要求的用例：{names}。",
+                title=platform.title, names=", ".join(case_id for _, case_id in platform.later),
+            ))  # fmt: skip
         if platform.id not in ran and not ("all" in ran and platform.device == "cpu"):
             found.append(say(
                 "{title}: nothing was run there ({count} required cases).", "{title}：本次未运行（必需用例 {count} 个）。",

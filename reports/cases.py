@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from conformance.proof_record import Divergence
+from conformance import serial
+from conformance.comparison import Divergence
 from conformance.results import CaseRecord, CheckRecord, FaultRecord, LegRecord, RankEnd, ResultRecord
 from reports.acceptance import sort_key, suite_of
-from reports.document import CaseEntry, Epoch, LegEntry
+from reports.document import CaseEntry, Configuration, Epoch, KillEntry, LegEntry
 from reports.ledger import ledger
 from reports.read import Part, Run
 from reports.restores import certificates, resumes
@@ -19,11 +21,27 @@ from reports.scrub import scrub
 _SAFE = re.compile(r"[^A-Za-z0-9.-]")
 
 
-def make_cases(run: Run) -> tuple[CaseEntry, ...]:
-    """Every judged case, by id, then by part; controls (see :func:`controls`) are only counted."""
+@dataclass(frozen=True, kw_only=True)
+class _Setting:
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What a ``configuration`` event holds: each field by its dotted name."""
+
+    values: Mapping[str, _Setting]
+
+
+def make_cases(run: Run, kills: Sequence[KillEntry]) -> tuple[CaseEntry, ...]:
+    """Every judged case, by id, then by part; controls (see :func:`controls`) are only counted.
+
+    A soak or sweep that failed parts from the reference where the first of its ``kills`` did that tells.
+    """
     left_out = controls(run)
     found = [
-        _entry(part, result)
+        _entry(part, result, failed_kill(kills, part.name, result.case))
         for part in run.parts
         for result in part.results.of(ResultRecord)
         if part.is_judged(result) and (part.name, result.key) not in left_out
@@ -43,12 +61,18 @@ def controls(run: Run) -> frozenset[tuple[str, str]]:
     )
 
 
-def anchor_of(part: str, key: str) -> str:
-    """The id of a case's place on the page: letters, digits, dots and dashes only."""
-    return "case-" + _SAFE.sub("-", f"{part}-{key}")
+def failed_kill(kills: Sequence[KillEntry], part: str, case: str) -> KillEntry | None:
+    """The kill that tells most of why a soak or sweep is red: the first that failed, one with a divergence before all others."""
+    bad = [kill for kill in kills if (kill.part, kill.key) == (part, case) and kill.outcome not in ("pass", "note")]
+    return min(bad, key=lambda kill: (kill.divergence is None, kill.outcome != "fail"), default=None)
 
 
-def _entry(part: Part, result: ResultRecord) -> CaseEntry:
+def anchor_of(part: str, key: str, kind: str = "case") -> str:
+    """The id of something's place on the page: letters, digits, dots and dashes only."""
+    return f"{kind}-" + _SAFE.sub("-", f"{part}-{key}")
+
+
+def _entry(part: Part, result: ResultRecord, kill: KillEntry | None) -> CaseEntry:
     case = next((record.case for record in part.of(CaseRecord, result.key)), {})
     legs = part.of(LegRecord, result.key)
     own = [leg for leg in legs if _role(leg) != "reference"]
@@ -56,7 +80,7 @@ def _entry(part: Part, result: ResultRecord) -> CaseEntry:
     return CaseEntry(
         anchor=anchor_of(part.name, result.key),
         part=part.name,
-        suite=suite_of(result.reproduce),
+        suite=suite_of(part.results.header.suite, result.reproduce),
         platform=part.results.header.platform,
         key=result.key,
         case=result.case,
@@ -73,8 +97,9 @@ def _entry(part: Part, result: ResultRecord) -> CaseEntry:
         seconds=result.seconds,
         layout=_layout(case),
         given=tuple(_given(case)),
+        configurations=configurations(part, legs),
         checks=tuple(_scrubbed(check) for check in result.checks),
-        divergence=first_divergence(result),
+        divergence=first_divergence(result) or (kill.divergence if kill else None),
         legs=tuple(_leg(leg) for leg in legs),
         damage=tuple(_damage(fault) for fault in part.of(FaultRecord, result.key)),
         reference=reference.folder if reference else None,
@@ -118,7 +143,7 @@ def _leg(leg: LegRecord) -> LegEntry:
         leg=leg.leg,
         role=_role(leg),
         folder=leg.folder,
-        launcher=getattr(leg, "launcher", None),
+        launcher=leg.launcher,
         ends=("hung; " if leg.timed_out else "") + _ends(leg.ranks),
         restore_from=scrub(leg.restore_from) if leg.restore_from else None,
         first_step=min(firsts, default=None),
@@ -171,3 +196,28 @@ def _flat(value: Any, name: str) -> list[tuple[str, str]]:
     if isinstance(value, Mapping):
         return [row for key, item in value.items() for row in _flat(item, f"{name}.{key}" if name else str(key))]
     return [(name, scrub(f"{name}={value}").partition("=")[2])]
+
+
+def configurations(part: Part, legs: Sequence[LegRecord]) -> tuple[Configuration, ...]:
+    """What the legs' programs ran with, as rank 0 told; of a later leg only what the first one had not."""
+    found: list[Configuration] = []
+    first: dict[str, tuple[str, str, str]] = {}
+    for leg in legs:
+        told = [one for one in part.events.get(leg.folder, ()) if one.kind == "configuration" and one.rank == 0]
+        if not told:
+            continue
+        values = serial.build(_Told, told[0].data, f"{part.name}: {leg.folder}: configuration").values
+        rows = {name: _setting(name, item) for name, item in values.items()}
+        if not first:
+            first = rows
+            found.append(Configuration(leg=leg.leg, base=None, rows=tuple(rows.values())))
+        else:
+            new = tuple(row for name, row in rows.items() if row != first.get(name))
+            found.append(Configuration(leg=leg.leg, base=found[0].leg, rows=new))
+    return tuple(found)
+
+
+def _setting(name: str, item: _Setting) -> tuple[str, str, str]:
+    """One field; a value as JSON writes it, a secret's hidden."""
+    text = json.dumps(item.value, ensure_ascii=False)
+    return name, scrub(f"{name}={text}").partition("=")[2], scrub(item.source)

@@ -76,7 +76,7 @@ def make_depth(part: Part, case: CaseEntry, series: Series, *, number: int) -> D
         case=case,
         rank=rank,
         timeline=Markup(draw_timeline(rows, title=f"Timeline of {case.key}", name=f"time-{number}", words=words)),
-        is_joined=any(getattr(leg, "started_at", None) is None for leg in own),
+        is_joined=any(not leg.started_at for leg in own),
         styles=styles_of(case, series, rank),
         figures=_figures(case, series, rank, number),
         distance=distance(case.divergence) if case.divergence else None,

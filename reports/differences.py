@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 
 from conformance.compare import ALL_COLUMNS, ComparisonError, bits, cells
-from conformance.proof_record import Divergence
+from conformance.comparison import Divergence
 from conformance.record import Trajectory, TrajectoryRecord
 
 NUMBERS = ("loss", "lr", "grad_norm")

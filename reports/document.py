@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from conformance import serial
-from conformance.proof_record import Divergence
+from conformance.comparison import Divergence
 from conformance.record import RecordError
 from conformance.results import CheckRecord
 from reports.storage import Storage
 from reports.text import Text
 
-SCHEMA = "hyper_resume.report/1"
+SCHEMA = "hyper_resume.report/2"
 SCHEMA_FILE = Path(__file__).with_name("schema") / "report.schema.json"
 
-State = Literal["accepted", "refused", "incomplete"]
+# `passed` is of a selection: all that was run passed, and nobody asked whether that was all.
+State = Literal["accepted", "passed", "refused", "incomplete"]
 # What a cell says, the best first. A cell of several cases says its worst. `missing`: required, and no result is there.
 CELL_STATES = ("pass", "note", "missing", "skipped", "unsupported", "error", "known_fail", "unexpected_pass", "fail")
 # Why a cell is no verdict on the trainer: a closed list.
@@ -46,10 +47,12 @@ class PartEntry:
     name: str
     run_id: str
     schema: str
+    suite: str
     platform: str
     adapter: str
     versions: Mapping[str, str]
     system: str
+    machine: Mapping[str, str]
     command: str
     started_at: str
     seconds: float
@@ -61,13 +64,17 @@ class PartEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that keeps the run from being accepted. ``anchor`` is the id of its case's place on the page, if it has one."""
+    """Something that keeps the run from being accepted. ``anchor`` is the id of its place on the page, if it has one.
+
+    ``divergence`` is the first value that shows it, where there is one.
+    """
 
     kind: str
     weight: Literal["refused", "incomplete"]
     subject: str
     text: Text
     anchor: str | None
+    divergence: Divergence | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +186,7 @@ class LegEntry:
     leg: str
     role: str
     folder: str
-    launcher: str | None
+    launcher: str
     ends: str
     restore_from: str | None
     first_step: int | None
@@ -189,6 +196,18 @@ class LegEntry:
     fault: str | None
     trouble: str | None
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """What one leg's program ran with, after all overrides: (field, value, source), sources in the program's own words.
+
+    Of a leg that follows another one of the same case only what is new there: ``base`` names that leg.
+    """
+
+    leg: str
+    base: str | None
+    rows: tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +233,7 @@ class CaseEntry:
     seconds: float
     layout: str
     given: tuple[tuple[str, str, str], ...]
+    configurations: tuple[Configuration, ...]
     checks: tuple[CheckRecord, ...]
     divergence: Divergence | None
     legs: tuple[LegEntry, ...]
@@ -242,8 +262,9 @@ class SabotageEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class KillEntry:
-    """One kill of a soak, or one point of a crash sweep."""
+    """One kill of a soak, or one point of a crash sweep; ``divergence`` is the first value that is not the reference's."""
 
+    anchor: str
     part: str
     key: str
     number: int
@@ -259,6 +280,7 @@ class KillEntry:
     lost_steps: int | None
     outcome: str
     reason: str
+    divergence: Divergence | None
     seconds: float
 
 

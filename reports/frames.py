@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from conformance.record import TrajectoryRecord
-from conformance.results import LegRecord, ResultRecord, SabotageRecord
+from conformance.results import KillRecord, LegRecord, ResultRecord, SabotageRecord
 from reports.read import Part, Run, plain
 
 METRICS = ("loss", "lr", "grad_norm")
@@ -51,10 +51,9 @@ def make_frames(run: Run) -> Frames:
 
 
 def kill_rows(part: Part) -> Iterator[dict[str, Any]]:
-    """The kills of soaks and sweeps; records of that kind come with schema 2."""
-    for record in part.results.records:
-        if type(record).__name__ == "KillRecord":
-            yield {"part": part.name, **plain(record)}
+    """The kills of soaks and sweeps."""
+    for record in part.results.of(KillRecord):
+        yield {"part": part.name, **plain(record)}
 
 
 def _result_row(part: Part, result: ResultRecord) -> dict[str, Any]:

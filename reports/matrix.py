@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from reports.acceptance import Acceptance, DoneRule, Platform, base_of, matches, sort_key
+from reports.acceptance import CHECKOUT, Acceptance, DoneRule, Platform, base_of, matches, sort_key
 from reports.document import CELL_STATES, CaseEntry, Cell, DoneEntry, Row
 from reports.text import Text, same, say
 from reports.unit_tests import UnitTests
@@ -20,8 +21,13 @@ _REASON_OF = {
 }
 
 
-def make_rows(acceptance: Acceptance, platforms: Sequence[Platform], cases: Sequence[CaseEntry]) -> tuple[Row, ...]:
-    """Every id of the specification, run or not, then every other that is required or was run, by class."""
+def make_rows(
+    acceptance: Acceptance, platforms: Sequence[Platform], cases: Sequence[CaseEntry], *, all_required: bool = True
+) -> tuple[Row, ...]:
+    """Every id of the specification, run or not, then every other that is required or was run, by class.
+
+    Without ``all_required`` no cell lacks anything: it counts what was run.
+    """
     ids = {*acceptance.rows, *(base_of(name) for platform in platforms for _, name in platform.required)}
     ids |= {base_of(case.case) for case in cases}
     rows = []
@@ -35,10 +41,20 @@ def make_rows(acceptance: Acceptance, platforms: Sequence[Platform], cases: Sequ
                 group=name[0] if name[0] in acceptance.classes else "",
                 title=acceptance.rows.get(name) or _title(name, own),
                 in_specification=name in acceptance.rows,
-                cells=tuple(_cell(name, platform, own) for platform in platforms),
+                cells=tuple(_cell(name, platform, own, all_required) for platform in platforms),
             )
         )
     return tuple(rows)
+
+
+def only_run(platforms: Sequence[Platform], rows: Sequence[Row]) -> tuple[tuple[Platform, ...], tuple[Row, ...]]:
+    """The rows in which something was run, and the columns with any of it."""
+    used = {cell.platform for row in rows for cell in row.cells if cell.state is not None}
+    kept = [row for row in rows if any(cell.state is not None for cell in row.cells)]
+    return (
+        tuple(platform for platform in platforms if platform.id in used),
+        tuple(replace(row, cells=tuple(cell for cell in row.cells if cell.platform in used)) for row in kept),
+    )
 
 
 def speaks_for(case: CaseEntry, platform: Platform) -> bool:
@@ -68,7 +84,7 @@ def _title(name: str, cases: Sequence[CaseEntry]) -> Text:
     return same(exact[0].title if exact else cases[0].title if cases else "")
 
 
-def _cell(name: str, platform: Platform, cases: Sequence[CaseEntry]) -> Cell:
+def _cell(name: str, platform: Platform, cases: Sequence[CaseEntry], all_required: bool) -> Cell:
     required = platform.requires(name)
     own = [case for case in cases if speaks_for(case, platform)]
     if required:
@@ -76,7 +92,8 @@ def _cell(name: str, platform: Platform, cases: Sequence[CaseEntry]) -> Cell:
     else:
         # What was run on this very platform though nobody asked for it is still shown.
         own = [case for case in own if case.platform == platform.id]
-    lacking = [one for one in required if one not in {(case.suite, case.case) for case in own}]
+    ran = {(case.suite, case.case) for case in own}
+    lacking = [one for one in required if one not in ran] if all_required else []
     states = [case.outcome for case in own] + ["missing"] * len(lacking)
     state = worst(states) if states else None
     return Cell(
@@ -106,11 +123,12 @@ def make_done(
     platforms: Sequence[Platform],
     cases: Sequence[CaseEntry],
     unit_tests: UnitTests | None,
+    checkout: Path = CHECKOUT,
 ) -> tuple[DoneEntry, ...]:
-    """Each line of 9.5: met, not met, or not run on this platform, with what shows it."""
+    """Each line of 9.5: met, not met, or not run on this platform, with what shows it. Documents are of ``checkout``."""
     by_id = {platform.id: platform for platform in platforms}
     clean = [case for case in cases if case.sabotage is None]
-    return tuple(_done(rule, by_id, clean, unit_tests) for rule in rules)
+    return tuple(_with_document(rule, _done(rule, by_id, clean, unit_tests), checkout) for rule in rules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +179,22 @@ def _done(
         state=state,
         evidence=evidence,
         anchors=tuple(case.anchor for case in (here.failed or here.cases)[:12]),
+    )
+
+
+def _with_document(rule: DoneRule, entry: DoneEntry, checkout: Path) -> DoneEntry:
+    """The line with its document, where it needs one: what the cases pin must be written down too."""
+    if rule.document is None:
+        return entry
+    path = checkout / rule.document
+    is_there = path.is_file() and bool(path.read_text(encoding="utf-8").strip())
+    told = say("{name} is there", "{name} 已具备", name=rule.document) if is_there else say(
+        "{name} is missing", "缺少 {name}", name=rule.document
+    )  # fmt: skip
+    return replace(
+        entry,
+        state=entry.state if is_there else "not_met",
+        evidence=say("{before}; {told}", "{before}；{told}", before=entry.evidence, told=told),
     )
 
 

@@ -14,9 +14,16 @@ from conformance.results import FILE_NAME, KINDS, SCHEMA, FooterRecord, HeaderRe
 
 OLD_SCHEMA = "hyper_resume.results/1"
 # In schema 1 every leg was forked by the matrix's own server, every fault struck every rank that waited for it, and no
-# record told when a leg began or of which commit the checkout was.
+# record told when a leg began, of which commit the checkout was, on what machine, or what was required.
 _ADDED: Mapping[str, Mapping[str, Any]] = {
-    "header": {"source": ""},
+    "header": {
+        "suite": "",
+        "required": [],
+        "machine": {},
+        "packages_digest": "",
+        "environment": {},
+        "source": "",
+    },
     "leg": {"launcher": "warm", "agents": [], "started_at": ""},
 }
 _ADDED_TO_FAULT: Mapping[str, Any] = {"rank": None, "operation": None, "victims": "all"}

@@ -22,13 +22,13 @@ from conformance.results import (
     Results,
     SabotageRecord,
 )
-from reports.acceptance import base_of
 from reports.old_results import read_any_results
 from reports.quick import read_rank_quickly
 from reports.storage import STORAGE_NAME, Storage, read_storage
 from reports.unit_tests import UNIT_TESTS_NAME, UnitTests, read_unit_tests
 
 R = TypeVar("R")
+# Suites whose results have no case: what was done is in their kill records.
 _WITHOUT_CASE = ("soak", "sweep")
 
 
@@ -147,8 +147,7 @@ def _require_whole(part: Part) -> None:
     for key, count in keys.items():
         if count > 1:
             raise RecordError(f"{where}: two results are called {key}")
-        # A soak or a sweep has no case: what was done is in its kill records.
-        if len(part.of(CaseRecord, key)) != 1 and base_of(key) not in _WITHOUT_CASE:
+        if len(part.of(CaseRecord, key)) != 1 and part.results.header.suite not in _WITHOUT_CASE:
             raise RecordError(f"{where}: result {key} has {len(part.of(CaseRecord, key))} case records, expected one")
     for result in part.results.of(ResultRecord):
         legs = {leg.leg for leg in part.of(LegRecord, result.key)}

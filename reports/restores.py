@@ -122,7 +122,7 @@ def resumes(part: Part, legs: Sequence[LegRecord]) -> tuple[Resume, ...]:
 
 def _outage(leg: LegRecord, following: LegRecord) -> float | None:
     """Seconds from a leg's end to the next one's start; None where the records do not tell when legs began."""
-    first, second = getattr(leg, "started_at", None), getattr(following, "started_at", None)
+    first, second = leg.started_at, following.started_at
     if not first or not second:
         return None
     return max(0.0, (datetime.fromisoformat(second) - datetime.fromisoformat(first)).total_seconds() - leg.seconds)

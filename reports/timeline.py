@@ -62,8 +62,7 @@ def lanes(part: Part, legs: Sequence[LegRecord]) -> tuple[Lane, ...]:
 
 
 def _moment(leg: LegRecord) -> datetime | None:
-    told = getattr(leg, "started_at", None)
-    return datetime.fromisoformat(told) if told else None
+    return datetime.fromisoformat(leg.started_at) if leg.started_at else None
 
 
 def _lane(leg: LegRecord, rank: int, offset: float, events: Sequence[Event]) -> Lane:

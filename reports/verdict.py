@@ -1,5 +1,7 @@
 """Accepted, refused or incomplete: the rule of the architecture, applied to the records, and the one sentence that says why.
 
+A selection, of which nothing is required, is never accepted: at most it passed.
+
 Accepted needs every id that the profile's platforms require present with ``pass``, every calibration to hold, every sabotage
 that was put in caught, and no finding of the parts' own footers. Something seen to be wrong refuses the run; something that was
 not seen (missing, skipped, unsupported, not judged) leaves it incomplete. Unknown is never green.
@@ -9,15 +11,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
-from conformance.results import OUTCOMES, CalibrationRecord, SabotageRecord
+from conformance.comparison import Divergence
+from conformance.results import OUTCOMES, CalibrationRecord, ResultRecord, SabotageRecord
 from reports.acceptance import Platform, Profile, base_of, sort_key
-from reports.document import CaseEntry, Finding, KillEntry, Verdict
+from reports.cases import failed_kill
+from reports.document import CaseEntry, Finding, KillEntry, State, Verdict
 from reports.matrix import required_states
 from reports.read import Run
 from reports.scrub import scrub
 from reports.storage import Storage
-from reports.text import Text, say
+from reports.text import Text, same, say
 
 # The worst first; within a kind, in the order of the cases.
 _ORDER = (
@@ -35,8 +40,10 @@ _ORDER = (
     "unsupported",
     "skipped",
     "missing",
+    "empty",
     "sabotaged",
     "no_sabotages",
+    "nothing_run",
 )
 _REFUSES = frozenset(_ORDER[:8])
 _BUCKET_WORDS: Mapping[str, Text] = {
@@ -60,21 +67,25 @@ def make_verdict(
     wanted = [platform for platform in platforms if platform.id in profile.platforms]
     states = {platform.id: required_states(platform, cases) for platform in wanted}
     findings = [
-        *_case_findings(cases),
+        *_case_findings(cases, kills),
         *_missing(wanted, states),
         *_flaky(cases),
         *_kill_findings([kill for kill in kills if not _is_told(kill, cases)]),
         *_storage_findings(run.storage),
         *_part_findings(run, profile, cases),
     ]
+    if not profile.is_acceptance:
+        findings += _nothing_run(run, cases, kills)
     findings.sort(key=lambda finding: _ORDER.index(finding.kind))
     refused = any(finding.weight == "refused" for finding in findings)
     counts = Counter(case.outcome for case in cases)
     total = sum(len(own) for own in states.values())
     passed = sum(state in ("pass", "note") for own in states.values() for state in own.values())
+    good: State = "accepted" if profile.is_acceptance else "passed"
+    sentence = _all_is_well(total, cases) if profile.is_acceptance else _all_passed(run, cases, kills)
     return Verdict(
-        state="refused" if refused else "incomplete" if findings else "accepted",
-        sentence=_sentence(findings, total, cases),
+        state="refused" if refused else "incomplete" if findings else good,
+        sentence=findings[0].text if findings else sentence,
         findings=tuple(findings),
         counts={name: counts.get(name, 0) for name in OUTCOMES},
         required=total,
@@ -82,27 +93,46 @@ def make_verdict(
     )
 
 
-def _sentence(findings: Sequence[Finding], required: int, cases: Sequence[CaseEntry]) -> Text:
-    if not findings:
-        return say(
-            "All {required} required results are there and pass; nothing of {count} cases failed, was skipped or left open.",
-            "必需的 {required} 项结果齐全且全部通过；共 {count} 个用例，无失败、无跳过、无未判定。",
-            required=required, count=len(cases),
-        )  # fmt: skip
-    return findings[0].text
+def _all_is_well(required: int, cases: Sequence[CaseEntry]) -> Text:
+    return say(
+        "All {required} required results are there and pass; nothing of {count} cases failed, was skipped or left open.",
+        "必需的 {required} 项结果齐全且全部通过；共 {count} 个用例，无失败、无跳过、无未判定。",
+        required=required, count=len(cases),
+    )  # fmt: skip
 
 
-def _finding(kind: str, subject: str, text: Text, anchor: str | None = None) -> Finding:
-    return Finding(
-        kind=kind, weight="refused" if kind in _REFUSES else "incomplete", subject=subject, text=text, anchor=anchor
-    )
+def _all_passed(run: Run, cases: Sequence[CaseEntry], kills: Sequence[KillEntry]) -> Text:
+    """What a selection came to: how much was run, and that this is no acceptance."""
+    sabotages = sum(len(part.results.of(SabotageRecord)) for part in run.parts)
+    counted = [("case", "个用例", len(cases)), ("kill", "次中断", len(kills)), ("sabotage", "个破坏", sabotages)]
+    there = [(f"{count} {en}{'' if count == 1 else 's'}", f"{count} {zh}") for en, zh, count in counted if count]
+    return say(
+        "All that was run passes: {what}. This was a selection and is no acceptance.",
+        "所运行的内容全部通过：{what}。这只是所选内容，不构成验收。",
+        what=Text(en=", ".join(en for en, _ in there), zh="、".join(zh for _, zh in there)),
+    )  # fmt: skip
 
 
-def _case_findings(cases: Sequence[CaseEntry]) -> Iterator[Finding]:
+def _nothing_run(run: Run, cases: Sequence[CaseEntry], kills: Sequence[KillEntry]) -> Iterator[Finding]:
+    """A run in which nothing passed shows nothing, whatever else it says."""
+    caught = any(one.caught for part in run.parts for one in part.results.of(SabotageRecord))
+    if not caught and not any(one.outcome == "pass" for one in (*cases, *kills)):
+        yield _finding("nothing_run", "", say("Nothing was run that passes.", "没有任何通过的运行结果。"))
+
+
+def _finding(
+    kind: str, subject: str, text: Text, anchor: str | None = None, divergence: Divergence | None = None
+) -> Finding:
+    weight: Literal["refused", "incomplete"] = "refused" if kind in _REFUSES else "incomplete"
+    return Finding(kind=kind, weight=weight, subject=subject, text=text, anchor=anchor, divergence=divergence)
+
+
+def _case_findings(cases: Sequence[CaseEntry], kills: Sequence[KillEntry]) -> Iterator[Finding]:
     """What is not right about single cases; a divergence tells most, so those come first."""
     for case in sorted(cases, key=lambda case: (case.divergence is None, case.level != "must")):
         if case.outcome in ("fail", "unexpected_pass", "known_fail", "error", "unsupported", "skipped"):
-            yield _finding(case.outcome, case.key, _story(case), case.anchor)
+            story = _story(case, failed_kill(kills, case.part, case.case))
+            yield _finding(case.outcome, case.key, story, case.anchor, case.divergence)
     names = sorted({case.sabotage for case in cases if case.sabotage})
     if names:
         yield _finding("sabotaged", ", ".join(names), say(
@@ -111,15 +141,14 @@ def _case_findings(cases: Sequence[CaseEntry]) -> Iterator[Finding]:
         ))  # fmt: skip
 
 
-def _story(case: CaseEntry) -> Text:
-    found = case.divergence
-    if case.outcome == "fail" and found is not None:
-        return say(
-            "{case}: after a resume rank {rank} parts from the uninterrupted run in {bucket}, first at step {step} ({column}).",
-            "{case}：恢复后 rank {rank} 的{bucket}与未中断的运行不同；首次出现在第 {step} 步（{column}）。",
-            case=case.case, bucket=_BUCKET_WORDS.get(found.bucket, say("{name}", "{name}", name=found.bucket)),
-            rank=found.rank, step=found.step, column=found.column,
-        )  # fmt: skip
+def _story(case: CaseEntry, kill: KillEntry | None) -> Text:
+    if case.outcome == "fail" and case.divergence is not None:
+        after = (
+            say("{case}, kill {number}", "{case} 第 {number} 次中断", case=case.case, number=kill.number)
+            if kill
+            else None
+        )
+        return _parting(after or case.case, case.divergence)
     words = {
         "fail": say("fails", "失败"),
         "unexpected_pass": say("passes, though it is listed as known to fail", "列为已知失败，却通过了"),
@@ -134,6 +163,15 @@ def _story(case: CaseEntry) -> Text:
         "{case} ({title}) {word}{reason}", "{case}（{title}）{word}{reason}",
         case=case.case, title=case.title, word=words[case.outcome],
         reason=say(": {reason}", "：{reason}", reason=case.reason) if case.reason else ".",
+    )  # fmt: skip
+
+
+def _parting(after: Text | str, found: Divergence) -> Text:
+    return say(
+        "{after}: after a resume rank {rank} parts from the uninterrupted run in {bucket}, first at step {step} ({column}).",
+        "{after}：恢复后 rank {rank} 的{bucket}与未中断的运行不同；首次出现在第 {step} 步（{column}）。",
+        after=after, bucket=_BUCKET_WORDS.get(found.bucket, same(found.bucket)),
+        rank=found.rank, step=found.step, column=found.column,
     )  # fmt: skip
 
 
@@ -174,13 +212,14 @@ def _kill_findings(kills: Sequence[KillEntry]) -> Iterator[Finding]:
     for outcome, kind in (("fail", "kill_fail"), ("error", "kill_error")):
         bad = [kill for kill in kills if kill.outcome == outcome]
         if bad:
-            yield _finding(kind, bad[0].key, say(
+            first = min(bad, key=lambda kill: kill.divergence is None)
+            yield _finding(kind, first.key, say(
                 "{key}: kill {number} ({moment}, step {step}) {word}: {reason} ({count} of {total} kills).",
                 "{key}：第 {number} 次中断（{moment}，第 {step} 步）{word}：{reason}（共 {total} 次中的 {count} 次）。",
-                key=bad[0].key, number=bad[0].number, moment=bad[0].moment, step=bad[0].step,
+                key=first.key, number=first.number, moment=first.moment, step=first.step,
                 word=say("is not survived", "未能正确恢复") if outcome == "fail" else say("could not be judged", "无法判定"),
-                reason=bad[0].reason, count=len(bad), total=len(kills),
-            ))  # fmt: skip
+                reason=first.reason, count=len(bad), total=len(kills),
+            ), first.anchor, first.divergence)  # fmt: skip
 
 
 def _storage_findings(storage: Storage) -> Iterator[Finding]:
@@ -231,8 +270,11 @@ def _part_findings(run: Run, profile: Profile, cases: Sequence[CaseEntry]) -> It
                 ))  # fmt: skip
         explained = any(case.part == part.name and case.outcome not in ("pass", "note") for case in cases)
         explained |= any(not one.caught for one in part.results.of(SabotageRecord))
+        results = part.results.of(ResultRecord)
+        # That of a run of nothing but sabotaged cases always says no, and the finding of that name tells.
+        explained |= bool(results) and all(one.sabotage is not None for one in results)
         if not part.results.footer.accepted and not explained:
-            yield _finding("footer", part.name, say(
+            yield _finding("footer" if results else "empty", part.name, say(
                 "{part}: {reason}", "{part}：{reason}",
                 part=part.name, reason=scrub("; ".join(part.results.footer.reasons)) or "its footer says: not accepted",
             ))  # fmt: skip

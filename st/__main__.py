@@ -1,7 +1,6 @@
-"""``python -m st list | run | sabotage | prove | sweep | soak``.
+"""``python -m st list | run | sabotage | sweep | soak``.
 
-Exit codes: 0 all is well, 1 something is red (of ``prove``: different), 2 usage or a malformed file, 4 harness trouble (of
-``prove``: a leg failed, a fault did not fire, nothing could be judged, no page could be written), 130 interrupted.
+Exit codes: 0 all is well, 1 something is red, 2 usage or a malformed file, 4 nothing could be shown, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,33 +15,29 @@ import yaml
 from conformance.case import CaseError
 from conformance.record import RecordError
 from conformance.serial import SerialError
-from st import command_crash, command_prove, command_scenarios
-from st.launcher import TRAINER
+from st import command_crash, command_scenarios
 from st.lives import LifeError
-from st.proof import ProofError
 
 USAGE, TROUBLE = 2, 4
 
 
-def main(arguments: list[str] | None = None, *, program: tuple[str, ...] = TRAINER) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
     Args:
         arguments: the command line; None takes the process's own.
-        program: what each rank of a proof runs.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m st", description=__doc__, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True)
     command_scenarios.add(verbs)
     command_crash.add(verbs)
-    command_prove.add(verbs, program)
     options = parser.parse_args(words)
     # A polite kill must take the running legs along, as Ctrl-C does.
     before = signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
         code: int = options.do(options, words)
-    except (ProofError, CaseError, SerialError, RecordError, yaml.YAMLError) as error:
+    except (CaseError, SerialError, RecordError, yaml.YAMLError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
     except LifeError as error:

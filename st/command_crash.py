@@ -6,6 +6,7 @@ import argparse
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def _soak(options: argparse.Namespace, words: Sequence[str]) -> int:
         result = _result(
             options, f"soak.{options.workload}", workload.title, soaked.outcome, soaked.reason, again, begun
         )
-        session.add(soaked.kills, result)
+        session.add(soaked.kills, _blaming(result, soaked.kills))
         session.finish()
         print(soaked.summary)
         return _ended(session)
@@ -100,7 +101,7 @@ def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
             reason = "" if swept.outcome == "pass" else swept.summary
             again = ["sweep", "--mode", mode, "--share", str(options.share), "--seed", str(options.seed)]
             result = _result(options, f"sweep.{mode}", MODES[mode].title, swept.outcome, reason, again, begun)
-            session.add(swept.kills, result)
+            session.add(swept.kills, _blaming(result, swept.kills))
             print(f"{mode}: {swept.summary}; {result.seconds:.0f} s", flush=True)
         session.finish()
         print(f"{tried} points in all")
@@ -143,9 +144,15 @@ def _result(
     )
 
 
+def _blaming(result: ResultRecord, kills: Sequence[KillRecord]) -> ResultRecord:
+    """The result, with the bucket of the first kill behind which the training parts from the reference."""
+    found = next((kill.divergence for kill in kills if kill.divergence is not None), None)
+    return replace(result, blamed=found.bucket if found else None)
+
+
 def _session(options: argparse.Namespace, words: Sequence[str]) -> Session:
     folder = options.results or _RESULTS / time.strftime(f"{options.verb}-%Y%m%d-%H%M%S")
-    return running.session(folder, find_platform(_PLATFORM, running.platforms()), argv=words)
+    return running.session(folder, find_platform(_PLATFORM, running.platforms()), suite=options.verb, argv=words)
 
 
 def _ended(session: Session) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from conformance.case import Case, select
 from conformance.platforms import Platform, find_platform
-from conformance.results import ResultRecord
+from conformance.results import LegRecord, RankEnd, ResultRecord, read_results
 from conformance.sabotaging import SabotageEntry, judge_sabotage, load_sabotages, sabotage_table
 from conformance.serial import SerialError
 from conformance.session import GOOD, Session, Work
@@ -21,6 +22,7 @@ from st import running
 from st.presence import lacking
 
 _RESULTS = Path("results")
+_CHECKOUT = Path(__file__).resolve().parent.parent
 SABOTAGES = Path(__file__).with_name("sabotages.yaml")
 
 
@@ -43,6 +45,10 @@ def add(verbs: Any) -> None:
     )
     run.add_argument("--sabotage", metavar="NAME", help="put this defect into every leg but the references")
     run.add_argument("--repeat", type=int, default=1, help="run each scenario so often")
+    run.add_argument(
+        "--scenarios", type=Path, default=running.SCENARIOS, metavar="DIR", help="folder of scenario files"
+    )
+    run.add_argument("--page", action="store_true", help="make a page of the run, and print where it is")
     run.set_defaults(do=_run)
     sabotage = verbs.add_parser("sabotage", parents=[common], help="put in each defect and see that it is caught")
     sabotage.add_argument("names", nargs="*", metavar="NAME", help="default: all of sabotages.yaml")
@@ -102,8 +108,8 @@ def _problems(cases: Sequence[Case], platforms: Sequence[Platform]) -> list[str]
 
 def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     platform = find_platform(options.platform, running.platforms())
-    cases = select(running.scenarios(), options.ids)
-    if not options.ids:
+    cases = select(running.scenarios(options.scenarios), options.ids)
+    if not options.ids and options.scenarios == running.SCENARIOS:
         cases = tuple(case for case in cases if platform.takes(case))
     reason = lacking(platform)
     if reason is not None:
@@ -116,10 +122,60 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
             [Work(case=case, sabotage=options.sabotage, repeat=number) for number in numbers for case in chosen]
         )
         footer = session.finish([] if options.ids else platform.missing(cases))
+    if len(session.results) == 1:
+        print(legs_table(session.folder, session.results[0].key))
     counts = ", ".join(f"{count} {name}" for name, count in footer.counts.items() if count)
-    print(f"{counts or 'no clean run'} in {footer.seconds:.1f} s: {session.folder}")
+    print(f"{counts or 'no clean run'} in {footer.seconds:.1f} s: {shown(session.folder)}")
     bad = [result for result in session.results if result.outcome not in GOOD]
-    return 0 if footer.accepted and not bad else 1
+    has_page = not options.page or _write_page(session.folder)
+    return 0 if footer.accepted and not bad and has_page else 1
+
+
+def legs_table(folder: Path, key: str) -> str:
+    """The legs of one scenario, one a line (steps, fault, how each process ended), and what its checks compared."""
+    results = read_results(folder)
+    rows = [("leg", "launcher", "steps", "fault", "agents", "ranks", "seconds")]
+    for leg in results.of(LegRecord, key):
+        fault = f"{leg.fault.kind} {leg.fault.moment} {leg.fault.after_step}" if leg.fault else "-"
+        agents = ", ".join(_end(end) for end in leg.agents) or "-"
+        rows.append((leg.leg, leg.launcher, _steps(leg), fault, agents, _ends(leg), f"{leg.seconds:.1f}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    (result,) = results.of(ResultRecord, key)
+    lines += [f"{check.status} {check.check}: {check.expected}: {check.observed}" for check in result.checks]
+    return "\n".join(lines)
+
+
+def _steps(leg: LegRecord) -> str:
+    firsts = [step for step in leg.first_steps if step is not None]
+    lasts = [step for step in leg.last_steps if step is not None]
+    return f"{min(firsts)}..{min(lasts)}" if firsts and lasts else "none"
+
+
+def _ends(leg: LegRecord) -> str:
+    ends = [_end(end) for end in leg.ranks]
+    return f"{len(ends)} x {ends[0]}" if len(set(ends)) == 1 else ", ".join(ends)
+
+
+def _end(end: RankEnd) -> str:
+    return end.signal or ("?" if end.exit_code is None else f"exit {end.exit_code}")
+
+
+def _write_page(folder: Path) -> bool:
+    """Make the page in a process of its own: the rooms meet in records only. True when there is one."""
+    command = [sys.executable, "-m", "reports", "build", str(folder), "--profile", "selection"]
+    done = subprocess.run(command, cwd=_CHECKOUT, check=False, capture_output=True, text=True)
+    page = folder / "report" / "index.html"
+    print(f"page: {shown(page)}" if page.exists() else f"no page:\n{done.stderr}", flush=True)
+    return page.exists()
+
+
+def shown(path: Path) -> str:
+    """A path as one would type it here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
 
 
 def sabotages() -> dict[str, tuple[str, ...]]:

@@ -19,6 +19,7 @@ from typing import Any
 from conformance.adapter import Adapter, Job, JobFault
 from conformance.case import LegFault
 from conformance.check import compare_trajectories
+from conformance.comparison import Divergence
 from conformance.evidence import EvidenceError, LegEvidence
 from conformance.faults import POINTER_NAME
 from conformance.given import complete
@@ -41,7 +42,12 @@ class LifeError(RuntimeError):
 
 
 class RedError(RuntimeError):
-    """A life is not what it has to be. The message is the finding."""
+    """A life is not what it has to be. The message is the finding, ``divergence`` where it parts from the reference."""
+
+    def __init__(self, message: str, divergence: Divergence | None = None) -> None:
+        """``divergence`` is None where no step was compared."""
+        super().__init__(message)
+        self.divergence = divergence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +254,8 @@ class Lives:
         if first is not None:
             raise RedError(
                 f"resumed at {restored}, differs at step {first.step}, rank {first.rank}, bucket {first.bucket} "
-                f"({first.column}): {first.resumed} instead of {first.reference}"
+                f"({first.column}): {first.resumed} instead of {first.reference}",
+                first,
             )
         return last
 

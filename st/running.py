@@ -18,13 +18,13 @@ SCENARIOS = Path(__file__).with_name("scenarios")
 PLATFORMS = Path(__file__).with_name("platforms.yaml")
 
 
-def scenarios(folder: Path = SCENARIOS) -> tuple[Case, ...]:
-    """All scenarios, in the order of their ids.
+def scenarios(folder: Path | None = None) -> tuple[Case, ...]:
+    """All scenarios of ``folder``, by default :data:`SCENARIOS`, in the order of their ids.
 
     Raises:
         CaseError: one is malformed.
     """
-    return load_cases(folder)
+    return load_cases(folder or SCENARIOS)
 
 
 def platforms() -> tuple[Platform, ...]:
@@ -48,6 +48,7 @@ def session(
     folder: Path,
     platform: Platform,
     *,
+    suite: str = "st",
     jobs: int = 1,
     keep: bool = False,
     argv: Sequence[str] = (),
@@ -57,6 +58,7 @@ def session(
     return Session(
         build_adapter("hyper_resume"),
         folder,
+        suite=suite,
         platform=platform,
         jobs=jobs,
         keep=keep,

@@ -284,12 +284,12 @@ class _Story:
             try:
                 life = self._live(kill, before)
             except RedError as error:
-                self._say(before, None, "fail", str(error))
+                self._say(before, None, "fail", error)
                 return "fail", self._where(kill, error)
             except LifeError as error:
-                self._say(before, None, "error", str(error))
+                self._say(before, None, "error", error)
                 return "error", self._where(kill, error)
-            self._say(before, life, "pass", "")
+            self._say(before, life, "pass", None)
             if kill is not None:
                 before = (kill, life, time.monotonic() - begun)
         return "pass", ""
@@ -307,7 +307,13 @@ class _Story:
         shutil.rmtree(life.evidence.folder)
         return life
 
-    def _say(self, before: tuple[Kill, Life, float] | None, life: Life | None, outcome: Outcome, reason: str) -> None:
+    def _say(
+        self,
+        before: tuple[Kill, Life, float] | None,
+        life: Life | None,
+        outcome: Outcome,
+        error: RedError | LifeError | None,
+    ) -> None:
         if before is None:
             return
         kill, killed, seconds = before
@@ -325,7 +331,8 @@ class _Story:
             resumed_at=life.restored if life else None,
             lost_steps=killed.last_step - life.restored if life else None,
             outcome=outcome,
-            reason=reason,
+            reason=str(error or ""),
+            divergence=getattr(error, "divergence", None),
             seconds=seconds,
         )
         self.kills.append(record)

@@ -179,7 +179,7 @@ class Sweep:
         folder = self._folder / f"sweep.{name}" / f"rank-{point.rank}-operation-{point.operation}"
         shutil.copytree(base / "disk", folder / "disk", symlinks=True)
         outcome: Outcome
-        killed, resumed, outcome, reason = None, None, "pass", ""
+        killed, resumed, outcome, reason, divergence = None, None, "pass", "", None
         try:
             lives = self._lives(folder, training, reference, sabotaged=True)
             killed = lives.live("interrupted", restore_from=f"global_step_{BEFORE}", fault=_fault(point))
@@ -187,7 +187,7 @@ class Sweep:
             _require_little_lost(training, killed, resumed)
             _require_clean(lives)
         except RedError as error:
-            outcome, reason = "fail", str(error)
+            outcome, reason, divergence = "fail", str(error), error.divergence
         except LifeError as error:
             outcome, reason = "error", str(error)
         if outcome == "pass" and not self._keep:
@@ -207,6 +207,7 @@ class Sweep:
             lost_steps=killed.last_step - resumed.restored if killed and resumed else None,
             outcome=outcome,
             reason=reason,
+            divergence=divergence,
             seconds=time.monotonic() - begun,
         )
 

@@ -23,16 +23,17 @@ import pytest
 
 from conformance.adapter import Job, build_adapter
 from conformance.compare import compare_trajectories
+from conformance.faults import POINTER_NAME
 from conformance.given import complete
 from conformance.legs import LegPlan, run_leg
 from conformance.processes import QUIET, Hosts
-from conformance.record import Trajectory, read_trajectory
+from conformance.record import Trajectory, read_trajectory, trajectory_path
 from st import processes
-from st.launcher import TRAINER, free_port
-from st.supervisor import Tail, read_pointer
+from st.torchrun import free_port
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 _CONFIG = "examples/training_demo/demo.yaml"
+_TRAINER = ("-m", "hyper_resume.cli", "train")
 _RANKS = 4
 _LAST_STEP = 25
 _KILLED_AFTER = 13
@@ -66,7 +67,7 @@ def test_ranks_that_torchrun_restarts_resume_from_latest_and_end_where_nobody_wa
         _await_step(run, _KILLED_AFTER)
         assert _kill(run, _VICTIM) == -signal.SIGKILL
         # With a rank dead nobody commits a save any more.
-        resumed_at = read_pointer(run.checkpoints)
+        resumed_at = _pointer(run)
         assert run.agent.wait(timeout=_SECONDS) == 0, _told(run)
         assert processes.marked(run.token) == []
     assert [path.name for path in sorted(tmp_path.glob("life_*"))] == ["life_0", "life_1"]
@@ -80,7 +81,7 @@ def test_ranks_that_torchrun_restarts_resume_from_latest_and_end_where_nobody_wa
     reference = _reference(tmp_path / "reference")
     for life, begin, end in ((first, 1, last), (second, resumed_at + 1, _LAST_STEP)):
         assert compare_trajectories(reference, life, begin, end).divergence is None
-    assert read_pointer(run.checkpoints) == _LAST_STEP
+    assert _pointer(run) == _LAST_STEP
 
 
 @contextmanager
@@ -123,7 +124,7 @@ def _command(folder: Path) -> tuple[str, ...]:
         *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
         *("--monitor-interval", "0.5"),
         *("--redirects", "3", "--log-dir", str(folder / "logs"), "--no-python"),
-        *(*_LIFE, sys.executable, *TRAINER, str(_CHECKOUT / _CONFIG)),
+        *(*_LIFE, sys.executable, *_TRAINER, str(_CHECKOUT / _CONFIG)),
         *(f"--checkpoint.checkpoint_dir={folder / 'checkpoints'}", "--checkpoint.restore_from=LATEST"),
         *(f"--training.max_steps={_LAST_STEP}", "--accelerator.device=cpu", "--trajectory.digests=true"),
     )
@@ -131,12 +132,22 @@ def _command(folder: Path) -> tuple[str, ...]:
 
 def _await_step(run: _Run, step: int) -> None:
     """Follow the records until every rank of the first life has finished ``step``."""
-    tail, deadline = Tail(run.life(0), _RANKS), time.monotonic() + _SECONDS
-    while min(tail.last_steps) < step:
+    deadline, finished = time.monotonic() + _SECONDS, [0] * _RANKS
+    while min(finished) < step:
         assert run.agent.poll() is None, _told(run)
-        assert time.monotonic() < deadline, f"only at steps {tail.last_steps}; {_told(run)}"
-        time.sleep(0.005)
-        tail.poll()
+        assert time.monotonic() < deadline, f"only at steps {finished}; {_told(run)}"
+        time.sleep(0.01)
+        finished = [_lines(trajectory_path(run.life(0), rank)) for rank in range(_RANKS)]
+
+
+def _lines(path: Path) -> int:
+    """How many whole lines, so how many finished steps, a life's file has; none where it is not there yet."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _pointer(run: _Run) -> int:
+    """The step that the pointer names."""
+    return int((run.checkpoints / POINTER_NAME).read_text())
 
 
 def _kill(run: _Run, rank: int) -> int | None:

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,7 +34,6 @@ from conformance.evidence import rank_log
 from conformance.processes import QUIET, HostError, LegOrder, RunningLeg, rank_end
 from conformance.results import RankEnd
 from st import processes
-from st.launcher import free_port
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 _POLL_SECONDS = 0.01
@@ -41,6 +42,22 @@ _SEARCH_SECONDS = 0.05
 _MONITOR_SECONDS = 0.5
 _LOGS = "torchrun"
 _FAILURE = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*(-?\d+)")
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on.
+
+    It lies below Linux's range of ephemeral ports (32768 up): between this check and the agent's bind, no outgoing
+    connection of another process can be given it.
+    """
+    for port in random.SystemRandom().sample(range(20000, 32000), 200):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise HostError("no free port on 127.0.0.1 between 20000 and 32000")
 
 
 class Torchrun:

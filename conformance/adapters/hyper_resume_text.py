@@ -5,6 +5,8 @@ What trains is :func:`hyper_resume.cli.train`; the steps are recorded by its own
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import os
 import sys
@@ -21,6 +23,7 @@ from conformance.adapters.hyper_resume_watch import AfterSaves, BeforeSaves
 from conformance.probe import Probe
 from conformance.serial import to_plain
 from hyper_resume import cli
+from hyper_resume.config.load import resolve_config
 from hyper_resume.state.optimizer import flatten_optimizers
 from hyper_resume.trainer import text_trainer
 from hyper_resume.trainer.base import BaseTrainer
@@ -57,6 +60,7 @@ def train(probe: Probe, job: Job) -> None:
         if job.world_size == 1:
             os.environ.pop("RANK", None)  # started alone, as far as the program can tell
     leg = TextLeg(probe, job)
+    leg.tell_configuration(str(_CHECKOUT / str(job.given.config)))
     cli.train(str(_CHECKOUT / str(job.given.config)), leg.words())
     leg.tell_end()
 
@@ -83,6 +87,16 @@ class TextLeg(Teller):
             words.append(f"--training.max_steps={job.until_step}")
         words += [f"--accelerator.device={given.device}", "--trajectory.dir=.", "--trajectory.digests=true"]
         return [*words, *given.overrides]
+
+    def tell_configuration(self, path: str) -> None:
+        """Tell every value after the overrides, and where it came from."""
+        resolved = resolve_config(path, self.words())
+        values = dataclasses.asdict(resolved.config)
+        told = {}
+        for name, source in resolved.sources.items():
+            value = functools.reduce(lambda block, key: block[key], name.split("."), values)
+            told[name] = {"value": value, "source": source.replace(f"{_CHECKOUT}/", "")}
+        self.probe.event("configuration", values=told)
 
     def _build(self, *args: Any, **kwargs: Any) -> BaseTrainer:
         trainer = BaseTrainer(*args, callbacks=[lambda made: BeforeSaves(made, self)], **kwargs)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from conformance.compare import ComparisonError
+from conformance.comparison import Divergence
 from conformance.evidence import Evidence, EvidenceError
-from conformance.proof_record import Divergence
 from conformance.registry import Registry
 from conformance.results import CheckRecord
 from conformance.serial import to_plain

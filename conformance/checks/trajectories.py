@@ -7,8 +7,8 @@ from typing import Literal
 
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
 from conformance.compare import ALL_COLUMNS, bits, cells, compare_trajectories, show
+from conformance.comparison import Comparison, Divergence
 from conformance.evidence import Evidence, EvidenceError, LegEvidence
-from conformance.proof_record import Comparison, Divergence
 from conformance.record import TrajectoryRecord
 
 Column = Literal["samples", "lr", "rng", "extras", "loss", "grad_norm", "optimizer", "model"]

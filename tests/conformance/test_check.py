@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conformance.check import COLUMNS, VERDICT_COLUMNS, ComparisonError, compare_trajectories
-from conformance.proof_record import Divergence
+from conformance.comparison import Divergence
 from conformance.record import Trajectory
 from tests.conformance.trajectories import RANKS, Change, trajectory
 

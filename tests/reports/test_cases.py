@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.proof_record import Divergence
+from conformance.comparison import Divergence
 from conformance.results import HeaderRecord, LegRecord
 from reports.assemble import assemble
 from reports.differences import distance, grid, ulps

@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 
 from conformance.adapter import ADAPTERS
-from conformance.case import load_cases
-from conformance.platforms import load_platforms
 from st import running
 from st.__main__ import main
 from tests.conformance.stand_in import FOR_TORCHRUN, MODULE, StandInAdapter
@@ -30,8 +28,8 @@ class Trainer(StandInAdapter):
 def put_in() -> None:
     """Let this process know no other trainer, scenario and platform."""
     ADAPTERS["hyper_resume"] = f"{__package__}.run_scenarios:Trainer"
-    running.scenarios = lambda: load_cases(HERE / "scenarios")
-    running.platforms = lambda: load_platforms(HERE / "platforms.yaml")
+    running.SCENARIOS = HERE / "scenarios"
+    running.PLATFORMS = HERE / "platforms.yaml"
 
 
 put_in()

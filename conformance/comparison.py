@@ -1,0 +1,45 @@
+"""What comes of holding two trajectories against each other, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """The first value that differs. ``reference`` and ``resumed`` are the values in full (``repr``; floats round-trip).
+
+    ``bucket`` is the state bucket whose restore is to be looked at; ``column`` may name a part, as ``rng.python``.
+    """
+
+    step: int
+    rank: int
+    bucket: str
+    column: str
+    reference: str
+    resumed: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnResult:
+    """One column of a comparison: how many (step, rank) cells were compared, how many differ, the first of those."""
+
+    name: str
+    compared: int
+    different: int
+    first: Divergence | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two trajectories held against each other, bit for bit, on every rank from ``first_step`` to ``last_step``.
+
+    ``unmoved_streams`` are random streams that never moved in the reference: whether they were restored can't be seen.
+    """
+
+    first_step: int
+    last_step: int
+    ranks: int
+    columns: tuple[ColumnResult, ...]
+    divergence: Divergence | None
+    unmoved_streams: tuple[str, ...]
