@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from conformance import serial
-from conformance.case import Case, LegStep, Moment
+from conformance.case import Case
 from conformance.given import Given
+from conformance.script import LegStep, Moment
 
 JOB_NAME = "job.json"
 

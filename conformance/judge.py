@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from conformance.case import Case, LegStep
+from conformance.case import Case
 from conformance.check import run_check
 from conformance.evidence import Evidence, LegEvidence
 from conformance.results import CheckRecord, Outcome
+from conformance.script import LegStep
 
 _ENDS = "ends_as_scripted"
 # Checks that say themselves how a leg ends.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.adapter import Adapter, Description, Job, to_job
-from conformance.case import Case, FaultStep, LegStep, LookStep
+from conformance.case import Case
 from conformance.check import CHECKS
 from conformance.evidence import Evidence, EvidenceError, LegEvidence, read_events
 from conformance.faults import FAULTS, Disk, FaultError, strike
@@ -29,6 +29,7 @@ from conformance.results import (
     Record,
     ResultRecord,
 )
+from conformance.script import FaultStep, LegStep, LookStep
 from conformance.serial import to_plain
 
 _EDIT_SECONDS = 30.0

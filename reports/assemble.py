@@ -141,7 +141,7 @@ def _part(part: Part) -> PartEntry:
 
 
 def _facts(header: HeaderRecord) -> dict[str, str]:
-    facts = {}
+    facts: dict[str, str] = {}
     if header.source:
         is_dirty = header.source.endswith("+")
         facts |= {"commit": header.source.removesuffix("+")[:12], "dirty": "yes" if is_dirty else "no"}

@@ -62,7 +62,7 @@ def controls(run: Run) -> frozenset[tuple[str, str]]:
 
 
 def failed_kill(kills: Sequence[KillEntry], part: str, case: str) -> KillEntry | None:
-    """The kill that tells most of why a soak or sweep is red: the first that failed, one with a divergence before all others."""
+    """The kill that tells most of why a soak or sweep is red: the first that failed, one with a divergence before others."""
     bad = [kill for kill in kills if (kill.part, kill.key) == (part, case) and kill.outcome not in ("pass", "note")]
     return min(bad, key=lambda kill: (kill.divergence is None, kill.outcome != "fail"), default=None)
 

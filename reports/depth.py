@@ -13,7 +13,7 @@ from conformance.results import LegRecord, ResultRecord
 from reports.cases import reference_of
 from reports.charts import Band, Chart, Mark, draw, swatch
 from reports.charts import Series as ChartSeries
-from reports.differences import Distance, GridRow, distance, grid
+from reports.differences import GridRow, grid
 from reports.document import CaseEntry
 from reports.frames import METRICS
 from reports.read import Part
@@ -53,7 +53,6 @@ class Depth:
     is_joined: bool
     styles: tuple[Style, ...]
     figures: tuple[Figure, ...]
-    distance: Distance | None
     grid: tuple[GridRow, ...]
     ranks: tuple[int, ...]
     grid_leg: str
@@ -79,7 +78,6 @@ def make_depth(part: Part, case: CaseEntry, series: Series, *, number: int) -> D
         is_joined=any(not leg.started_at for leg in own),
         styles=styles_of(case, series, rank),
         figures=_figures(case, series, rank, number),
-        distance=distance(case.divergence) if case.divergence else None,
         grid=table,
         ranks=tuple(cell.rank for cell in table[0].cells) if table else (),
         grid_leg=judged.leg if judged else "",

@@ -12,10 +12,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from reports.acceptance import Acceptance, load_acceptance, load_platforms
+from reports.acceptance import Acceptance, load_acceptance
 from reports.assemble import Assembled
-from reports.cases import controls
+from reports.cases import controls, failed_kill
 from reports.depth import make_depth
+from reports.differences import distance
 from reports.document import CaseEntry, Report, Row
 from reports.history import Trend
 from reports.matrix import worst
@@ -34,7 +35,7 @@ _ICONS = {
     "unexpected_pass": "!",
     "fail": "✕",
 }
-_VERDICT_ICONS = {"accepted": "✓", "refused": "✕", "incomplete": "○"}
+_VERDICT_ICONS = {"accepted": "✓", "passed": "✓", "refused": "✕", "incomplete": "○"}
 
 
 def render(assembled: Assembled, trend: Trend | None = None) -> str:
@@ -61,10 +62,14 @@ def render(assembled: Assembled, trend: Trend | None = None) -> str:
         verdict=report.verdict,
         profile=acceptance.profiles[report.profile],
         required=acceptance.profiles[report.profile].platforms,
-        platforms=load_platforms(acceptance),
+        platforms=assembled.platforms,
         groups=_groups(acceptance, report.rows),
         beyond=_beyond(acceptance, report.rows),
-        totals=_totals(assembled, acceptance),
+        totals=_totals(assembled),
+        values_at=_values_at(report),
+        distance=distance,
+        gib=lambda count: f"{int(count) / 2**30:.1f} GiB",
+        absent=_absent(assembled, trend),
         depths=depths,
         case_groups=_case_groups(report.cases),
         by_anchor=by_anchor,
@@ -138,7 +143,8 @@ def _as_script(data: Any) -> Markup:
 def _groups(acceptance: Acceptance, rows: Sequence[Row]) -> list[tuple[str, Text, list[Row]]]:
     """The specification's rows by class."""
     named = [row for row in rows if row.in_specification]
-    return [(key, acceptance.classes[key], [row for row in named if row.group == key]) for key in "ABCD"]
+    groups = [(key, acceptance.classes[key], [row for row in named if row.group == key]) for key in "ABCD"]
+    return [group for group in groups if group[2]]
 
 
 def _beyond(acceptance: Acceptance, rows: Sequence[Row]) -> list[tuple[str, Text, list[Row]]]:
@@ -149,10 +155,38 @@ def _beyond(acceptance: Acceptance, rows: Sequence[Row]) -> list[tuple[str, Text
     return [group for group in found if group[2]]
 
 
-def _totals(assembled: Assembled, acceptance: Acceptance) -> list[dict[str, Any]]:
+def _absent(assembled: Assembled, trend: Trend | None) -> frozenset[str]:
+    """The sections that a selection has nothing for. The page of an acceptance has all: that nothing is there is told."""
+    report, storage = assembled.report, assembled.report.storage
+    if load_acceptance().profiles[report.profile].is_acceptance:
+        return frozenset()
+    there = {
+        "matrix": report.rows,
+        "done": report.done,
+        "sabotages": report.sabotages,
+        "kills": report.kills,
+        "storage": storage.crash_states or storage.corruption or storage.mutants or storage.benchmarks,
+        "trend": trend,
+    }
+    return frozenset(name for name, found in there.items() if not found)
+
+
+def _values_at(report: Report) -> str | None:
+    """Where on the page the values stand that the first finding speaks of."""
+    first = next(iter(report.verdict.findings), None)
+    if first is None or first.divergence is None:
+        return None
+    if first.anchor in report.focus:
+        return f"divergence-{report.focus.index(first.anchor) + 1}"
+    case = next((case for case in report.cases if case.anchor == first.anchor), None)
+    kill = failed_kill(report.kills, case.part, case.case) if case else None
+    return kill.anchor if kill else first.anchor
+
+
+def _totals(assembled: Assembled) -> list[dict[str, Any]]:
     """Class E: what each platform requires, and how much of it passed."""
     totals = []
-    for place, platform in enumerate(load_platforms(acceptance)):
+    for place, platform in enumerate(assembled.platforms):
         # What was run there though nobody asked for it (a soak) is in the matrix, but no part of the sum.
         cells = [row.cells[place] for row in assembled.report.rows if platform.requires(row.id)]
         state = worst([str(cell.state) for cell in cells]) if cells else None

@@ -116,7 +116,8 @@ def _all_passed(run: Run, cases: Sequence[CaseEntry], kills: Sequence[KillEntry]
 def _nothing_run(run: Run, cases: Sequence[CaseEntry], kills: Sequence[KillEntry]) -> Iterator[Finding]:
     """A run in which nothing passed shows nothing, whatever else it says."""
     caught = any(one.caught for part in run.parts for one in part.results.of(SabotageRecord))
-    if not caught and not any(one.outcome == "pass" for one in (*cases, *kills)):
+    outcomes = {*(case.outcome for case in cases), *(kill.outcome for kill in kills)}
+    if not caught and "pass" not in outcomes:
         yield _finding("nothing_run", "", say("Nothing was run that passes.", "没有任何通过的运行结果。"))
 
 

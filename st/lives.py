@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from conformance.adapter import Adapter, Job, JobFault
-from conformance.case import LegFault
 from conformance.check import compare_trajectories
 from conformance.comparison import Divergence
 from conformance.evidence import EvidenceError, LegEvidence
@@ -29,6 +28,7 @@ from conformance.processes import Launcher
 from conformance.record import Trajectory
 from conformance.references import References
 from conformance.results import LegRecord
+from conformance.script import LegFault
 
 LATEST = "LATEST"
 _FOLDER = "checkpoints"

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from conformance.adapter import Adapter
-from conformance.case import LegFault, Moment
 from conformance.given import complete
 from conformance.processes import Launcher
 from conformance.record import Trajectory, TrajectoryRecord
 from conformance.results import KillRecord, Outcome
+from conformance.script import LegFault, Moment
 from st.lives import LATEST, Life, LifeError, Lives, RedError, Training, reference_of
 
 SAVE_STEPS = 3

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from conformance.adapter import Adapter
-from conformance.case import LegFault
 from conformance.processes import Launcher
 from conformance.results import KillRecord, Outcome
+from conformance.script import LegFault
 from st.lives import LATEST, Life, LifeError, Lives, RedError, Reference, Training, reference_of
 
 SAVE_STEPS = 3
