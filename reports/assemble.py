@@ -69,6 +69,7 @@ def assemble(run: Run, *, profile: str = "accept", title: str | None = None) -> 
         schema=document.SCHEMA,
         title=title or ", ".join(sorted({part.results.header.adapter for part in run.parts})),
         profile=profile,
+        is_acceptance=held_to.is_acceptance,
         platforms=tuple(platform.id for platform in platforms),
         verdict=verdict,
         parts=tuple(_part(part) for part in run.parts),

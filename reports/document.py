@@ -291,6 +291,7 @@ class Report:
     schema: str
     title: str
     profile: str
+    is_acceptance: bool
     platforms: tuple[str, ...]
     verdict: Verdict
     parts: tuple[PartEntry, ...]

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import pandas as pd
 
+from conformance.comparison import Divergence
 from reports.assemble import Assembled
 from reports.document import CaseEntry, Report, as_json
 from reports.frames import METRICS
@@ -121,8 +122,7 @@ def _junit_case(suite: ElementTree.Element, case: CaseEntry) -> None:
     test = ElementTree.SubElement(suite, "testcase", _clean(name), time=f"{case.seconds:.3f}")
     properties = {"spec": case.spec, "layout": case.layout, "reproduce": case.reproduce}
     if case.divergence is not None:
-        found = case.divergence
-        properties["divergence"] = f"step {found.step}, rank {found.rank}, {found.bucket} ({found.column})"
+        properties["divergence"] = _place(case.divergence)
     _properties(test, properties)
     kind = {
         "fail": "failure",
@@ -138,6 +138,10 @@ def _junit_case(suite: ElementTree.Element, case: CaseEntry) -> None:
         made.text = _xml(f"{reason}\nblamed: {case.blamed}\n{case.reproduce}\n")
 
 
+def _place(found: Divergence) -> str:
+    return f"step {found.step}, rank {found.rank}, {found.bucket} ({found.column})"
+
+
 def _junit_others(root: ElementTree.Element, report: Report) -> None:
     if report.sabotages:
         suite = ElementTree.SubElement(root, "testsuite", name="sabotages")
@@ -149,22 +153,31 @@ def _junit_others(root: ElementTree.Element, report: Report) -> None:
     if report.kills:
         suite = ElementTree.SubElement(root, "testsuite", name="kills")
         for kill in report.kills:
-            attributes = {"classname": f"kills.{kill.key}", "name": f"{kill.number}: {kill.moment}"}
+            attributes = {"classname": f"kills.{kill.key}", "name": f"{kill.number}: {kill.what or kill.moment}"}
             test = ElementTree.SubElement(suite, "testcase", _clean(attributes), time=f"{kill.seconds:.3f}")
+            if kill.divergence is not None:
+                _properties(test, {"divergence": _place(kill.divergence)})
             if kill.outcome != "pass":
                 kind = "failure" if kill.outcome == "fail" else "error"
                 ElementTree.SubElement(test, kind, message=_xml(kill.reason))
-    suite = ElementTree.SubElement(root, "testsuite", name="verdict")
+    _junit_verdict(root, report)
+
+
+def _junit_verdict(root: ElementTree.Element, report: Report) -> None:
+    """What a profile requires and nobody ran, and one test case for the verdict itself."""
+    name, told = (
+        ("required", "the run is accepted") if report.is_acceptance else ("selection", "all that was run passes")
+    )
+    suite = ElementTree.SubElement(root, "testsuite", name=name)
     for row in report.rows:
         for cell in row.cells:
-            for name in cell.lacking:
-                test = ElementTree.SubElement(
-                    suite, "testcase", classname=f"required.{cell.platform}", name=name, time="0"
-                )
+            for lacking in cell.lacking:
+                place = {"classname": f"required.{cell.platform}", "name": lacking}
+                test = ElementTree.SubElement(suite, "testcase", place, time="0")
                 ElementTree.SubElement(test, "skipped", message=cell.reason or "not-run")
     verdict = report.verdict
-    test = ElementTree.SubElement(suite, "testcase", classname="required", name="the run is accepted", time="0")
-    if verdict.state != "accepted":
+    test = ElementTree.SubElement(suite, "testcase", classname=name, name=told, time="0")
+    if verdict.state not in ("accepted", "passed"):
         kind = "failure" if verdict.state == "refused" else "error"
         ElementTree.SubElement(test, kind, message=_xml(f"{verdict.state}: {verdict.sentence.en}"))
 
@@ -207,7 +220,8 @@ def _summary_lines(report: Report) -> Iterator[str]:
     yield _plain(verdict.sentence.en)
     yield ""
     counts = ", ".join(f"{count} {name}" for name, count in verdict.counts.items() if count)
-    yield f"Required results that pass: {verdict.required_passed} of {verdict.required}. Cases: {counts or 'none'}."
+    required = f"Required results that pass: {verdict.required_passed} of {verdict.required}. "
+    yield f"{required if report.is_acceptance else ''}Cases: {counts or 'none'}."
     if report.sabotages:
         caught = sum(one.caught for one in report.sabotages)
         yield f"Sabotages caught: {caught} of {len(report.sabotages)}."
@@ -227,6 +241,8 @@ def _summary_lines(report: Report) -> Iterator[str]:
         yield "```"
         yield from (case.reproduce.replace("`", "'") for case in bad[:_MOST_FINDINGS])
         yield "```"
+    if not report.done:
+        return
     yield ""
     yield "| 9.5 | state | evidence |"
     yield "|---|---|---|"

@@ -158,7 +158,7 @@ def _beyond(acceptance: Acceptance, rows: Sequence[Row]) -> list[tuple[str, Text
 def _absent(assembled: Assembled, trend: Trend | None) -> frozenset[str]:
     """The sections that a selection has nothing for. The page of an acceptance has all: that nothing is there is told."""
     report, storage = assembled.report, assembled.report.storage
-    if load_acceptance().profiles[report.profile].is_acceptance:
+    if report.is_acceptance:
         return frozenset()
     there = {
         "matrix": report.rows,

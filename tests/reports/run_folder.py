@@ -1,6 +1,7 @@
-"""Results folders written line by line from formulas, in schema 1: what a report must show is known without running a training.
+"""Results folders written line by line from formulas: what a report must show is known without running a training.
 
-The lines are written here, not by the writer of the conformance room, so that what old runs left behind stays readable.
+The lines are written here, not by the writer of the conformance room, so that what old runs left behind stays readable: in
+schema 1, which knows no suite, unless the run is made with one.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +70,44 @@ def state(step: int, rank: int = 0) -> dict[str, dict[str, str]]:
     }
 
 
+KILL: dict[str, Any] = {
+    "mode": "demo",
+    "moment": "after_step",
+    "step": 7,
+    "rank": None,
+    "operation": None,
+    "what": "SIGKILL to all ranks after step 7",
+    "victims": "all",
+    "last_step": 7,
+    "resumed_at": 5,
+    "lost_steps": 2,
+    "outcome": "pass",
+    "reason": "",
+    "divergence": None,
+    "seconds": 9.5,
+}
+
 Change = Callable[[dict[str, Any], int], None]
 
 
 class RunFolder:
     """A run in the making. ``finish`` writes ``results.jsonl``."""
 
-    def __init__(self, folder: Path, *, platform: str = "all", run_id: str = "run-1", argv: Sequence[str] = ("run",)):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        platform: str = "all",
+        run_id: str = "run-1",
+        argv: Sequence[str] = ("run",),
+        suite: str | None = None,
+        required: Sequence[str] = (),
+    ):
+        """``suite`` makes it a run of schema 2, for whose platform ``required`` was required."""
         folder.mkdir(parents=True)
         self.folder = folder
+        self.suite = suite
+        self._clock = datetime(2026, 3, 1, 10, 1, 0, 250_000, tzinfo=UTC)
         self.lines: list[dict[str, Any]] = [
             {
                 "record": "header",
@@ -90,6 +121,16 @@ class RunFolder:
                 "started_at": "2026-03-01T10:00:00+00:00",
             }
         ]
+        if suite is not None:
+            self.lines[0] |= {
+                "schema": "hyper_resume.results/2",
+                "suite": suite,
+                "required": list(required),
+                "machine": {"cpu": "A CPU", "cores": "2", "memory_bytes": str(3 * 2**30), "file_system": "ext4"},
+                "packages_digest": "feedfacefeedface",
+                "environment": {"OMP_NUM_THREADS": "1", "HF_TOKEN": "s3cret", "SURPRISE": "x"},
+                "source": "0123456789abcdef0123456789abcdef01234567+",
+            }
         self.outcomes: list[tuple[str | None, str]] = []
 
     def case(
@@ -141,6 +182,7 @@ class RunFolder:
         sabotage: str | None = None,
         divergence: dict[str, Any] | None = None,
         given: dict[str, Any] | None = None,
+        configured: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> str:
         """A case with reference, interrupted and resumed leg. ``change`` edits each record (and rank) of the resumed leg."""
         key = name + (f"@{sabotage}" if sabotage else "")
@@ -153,8 +195,19 @@ class RunFolder:
             }
         )
         kill_end = {"exit_code": None, "signal": "SIGKILL"}
-        self.leg(key, "reference", 1, last, ranks)
-        self.leg(key, "interrupted", 1, kill, ranks, ends=kill_end, saves=[resume], killed_at=kill)
+        told = configured or {}
+        self.leg(key, "reference", 1, last, ranks, configured=told.get("reference"))
+        self.leg(
+            key,
+            "interrupted",
+            1,
+            kill,
+            ranks,
+            ends=kill_end,
+            saves=[resume],
+            killed_at=kill,
+            configured=told.get("interrupted"),
+        )
         self.leg(
             key,
             "resumed",
@@ -165,6 +218,7 @@ class RunFolder:
             change=change,
             restored=restored,
             sabotage=sabotage,
+            configured=told.get("resumed"),
         )
         check = {
             "check": "trajectory_equals",
@@ -175,8 +229,15 @@ class RunFolder:
             "divergence": divergence,
             "blames": divergence["bucket"] if divergence else None,
         }
-        self._result(key, name, f"{name} goes on", outcome, reason, sabotage, 0, [check], "must")
+        suite = "st" if self.suite == "st" else "conformance"
+        self._result(key, name, f"{name} goes on", outcome, reason, sabotage, 0, [check], "must", suite)
         return key
+
+    def soak(self, name: str, kills: Sequence[dict[str, Any]], outcome: str = "pass", reason: str = "") -> None:
+        """The kills of a soak (or sweep), each as it differs from one that was survived, and what they come to."""
+        for number, kill in enumerate(kills, start=1):
+            self.lines.append({"record": "kill", "key": name, **KILL, "number": number, **kill})
+        self._result(name, name, "killed again and again", outcome, reason, None, 0, (), "must", "st")
 
     def leg(
         self,
@@ -193,8 +254,9 @@ class RunFolder:
         change: Change | None = None,
         restored: Change | None = None,
         sabotage: str | None = None,
+        configured: Mapping[str, Any] | None = None,
     ) -> None:
-        """One leg with its files."""
+        """One leg with its files. ``configured`` is field -> [value, source], as its program told."""
         name = f"{key}/legs/{leg}"
         path = self.folder / name
         path.mkdir(parents=True)
@@ -204,9 +266,15 @@ class RunFolder:
                 change(row, rank)  # type: ignore[misc]  # there is one
             (path / f"trajectory_rank_{rank}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             events = self._events(first, rank, saves, restores, restored)
+            if configured is not None:
+                values = {name: {"value": value, "source": source} for name, (value, source) in configured.items()}
+                events.insert(1, {"kind": "configuration", "at": 0.02, "values": values})
             (path / f"events_rank_{rank}.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
         end = ends or {"exit_code": 0, "signal": None}
         fault = {"kind": "kill", "after_step": killed_at, "moment": "after_step", "reached_by": list(range(ranks))}
+        if self.suite is not None:
+            fault |= {"rank": None, "operation": None, "victims": "all"}
+            fault |= {"awaited": list(range(ranks)), "struck": list(range(ranks))}
         self.lines.append(
             {
                 "record": "leg",
@@ -228,6 +296,10 @@ class RunFolder:
                 "seconds": 3.0,
             }
         )
+        if self.suite is not None:
+            # Each leg takes 3 s, and 1.5 s later the next one begins.
+            self.lines[-1] |= {"launcher": "torchrun", "agents": [], "started_at": self._clock.isoformat()}
+            self._clock += timedelta(seconds=4.5)
 
     def _events(
         self, first: int, rank: int, saves: Sequence[int], restores: int | None, restored: Change | None

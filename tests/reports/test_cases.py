@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 
 from conformance.comparison import Divergence
-from conformance.results import HeaderRecord, LegRecord
+from conformance.results import LegRecord
+from conformance.serial import SerialError
 from reports.assemble import assemble
 from reports.differences import distance, grid, ulps
 from reports.document import CaseEntry
-from reports.frames import kill_rows
-from reports.read import Part, Run, read_run
+from reports.read import read_run
 from reports.scrub import scrub, scrub_command, scrub_environment
-from reports.storage import Storage
 from reports.timeline import draw_timeline, lanes
 from tests.reports.run_folder import RunFolder, samples, wrong_stream
 
@@ -41,107 +40,90 @@ def test_lost_steps_and_the_time_to_the_next_step_are_told(tmp_path: Path) -> No
     assert resume.measured == "restart"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LegOfSchema2(LegRecord):
-    """A leg with what schema 2 adds."""
-
-    launcher: str
-    started_at: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class KillRecord:
-    """A kill of a soak, as schema 2 has it."""
-
-    key: str
-    number: int
-    mode: str
-    moment: str
-    step: int
-    rank: int | None
-    operation: int | None
-    what: str | None
-    victims: str
-    last_step: int
-    resumed_at: int
-    lost_steps: int
-    outcome: str
-    reason: str
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeaderOfSchema2(HeaderRecord):
-    """A header with what schema 2 adds."""
-
-    source: str
-
-
-def of_schema_2(run: Run, **kill: Any) -> Run:
-    """The run as schema 2 would have recorded it: the resumed leg begins 4.5 s after the interrupted one (which took 3 s)."""
-    (part,) = run.parts
-    starts = {"reference": "10:00:00.000", "interrupted": "10:01:00.250", "resumed": "10:01:04.750"}
-    records: list[Any] = []
-    for one in part.results.records:
-        if isinstance(one, LegRecord):
-            extra = {"launcher": "torchrun", "started_at": f"2026-03-01T{starts[one.leg]}+00:00"}
-            records.append(LegOfSchema2(**{**vars(one), **extra}))
-        else:
-            records.append(one)
-    if kill:
-        records.append(KillRecord(**kill))
-    header = HeaderOfSchema2(**{**vars(part.results.header), "source": "0123456789abcdef0123456789abcdef01234567+"})
-    results = replace(part.results, header=header, records=tuple(records))
-    whole = Part(
-        name=part.name, folder=part.folder, results=results, trajectories=part.trajectories, events=part.events
-    )
-    return Run(parts=(whole,), unit_tests=None, storage=Storage())
-
-
 def test_with_the_legs_starts_the_whole_outage_is_told(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "run")
+    run = RunFolder(tmp_path / "run", suite="st", platform="cpu4")
     run.resumed_case("C9")
-    report = assemble(of_schema_2(read_run([run.finish()]))).report
+    report = assemble(read_run([run.finish()])).report
     (case,) = report.cases
     assert case.resumes[0].measured == "outage"
     assert case.resumes[0].seconds == 1.5 + 0.75
     assert {leg.launcher for leg in case.legs} == {"torchrun"}
-    assert report.parts[0].facts == {"commit": "0123456789ab", "dirty": "yes"}
-    assert "commit" not in report.parts[0].missing
 
 
-KILL = {
-    "key": "soak",
-    "number": 3,
-    "mode": "async",
-    "moment": "file_operation",
-    "step": 7,
-    "rank": 1,
-    "operation": 12,
-    "what": "rename /root/secret/place/of/this/machine/a to b",
-    "victims": "rank-1",
-    "last_step": 7,
-    "resumed_at": 5,
-    "lost_steps": 2,
-    "outcome": "pass",
-    "reason": "",
-    "seconds": 9.5,
-}
+def test_a_header_tells_commit_machine_and_settings_and_no_secret(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", suite="st", platform="cpu4")
+    run.case("A6", suite="st")
+    (part,) = assemble(read_run([run.finish()])).report.parts
+    assert (part.suite, part.missing) == ("st", ())
+    assert part.machine == {"cpu": "A CPU", "cores": "2", "memory_bytes": "3221225472", "file_system": "ext4"}
+    assert part.facts == {
+        "commit": "0123456789ab",
+        "dirty": "yes",
+        "packages_digest": "feedfacefeedface",
+        "environment HF_TOKEN": "(hidden)",
+        "environment OMP_NUM_THREADS": "1",
+    }
+
+
+def test_what_a_header_of_schema_1_lacks_is_named(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.case("A6")
+    (part,) = assemble(read_run([run.finish()])).report.parts
+    assert (part.suite, part.machine, part.facts) == ("", {}, {})
+    assert part.missing == ("source", "machine", "packages_digest", "environment")
 
 
 @pytest.mark.parametrize(("outcome", "state"), [("pass", "incomplete"), ("fail", "refused"), ("error", "incomplete")])
-def test_kills_are_taken_as_they_come_and_a_failed_one_refuses_the_run(
-    tmp_path: Path, outcome: str, state: str
-) -> None:
-    run = RunFolder(tmp_path / "run")
-    run.resumed_case("C9")
-    made = of_schema_2(read_run([run.finish()]), **{**KILL, "outcome": outcome, "reason": "lost a step"})
-    assert [row["number"] for row in kill_rows(made.parts[0])] == [3]
-    report = assemble(made).report
-    (kill,) = report.kills
-    assert (kill.moment, kill.operation, kill.lost_steps) == ("file_operation", 12, 2)
+def test_a_kill_that_its_soak_does_not_tell_of_counts_all_the_same(tmp_path: Path, outcome: str, state: str) -> None:
+    run = RunFolder(tmp_path / "run", suite="soak", platform="cpu4")
+    run.soak("soak.demo", [{}, {"operation": 12, "rank": 1, "outcome": outcome, "reason": "lost a step"}])
+    report = assemble(read_run([run.finish()])).report
+    assert [(kill.number, kill.operation, kill.lost_steps) for kill in report.kills] == [(1, None, 2), (2, 12, 2)]
     assert report.verdict.state == state
-    assert any(one.kind.startswith("kill") for one in report.verdict.findings) == (outcome != "pass")
+    told = [one for one in report.verdict.findings if one.kind.startswith("kill")]
+    assert [one.anchor for one in told] == ([] if outcome == "pass" else ["kill-run-1-soak.demo-2"])
+
+
+def test_paths_of_a_machine_stay_out_of_kills(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", suite="sweep", platform="cpu4")
+    run.soak("sweep.sync", [{"what": "rename /root/secret/place/of/this/machine/a to b"}])
+    (kill,) = assemble(read_run([run.finish()])).report.kills
+    assert kill.what == "rename …/machine/a to b"
+
+
+CONFIGURED: dict[str, list[Any]] = {
+    "training.max_steps": [25, "examples/demo.yaml:9"],
+    "checkpoint.restore_from": [None, "default"],
+    "checkpoint.checkpoint_dir": ["/home/me/some/where/run-7/checkpoints", "override --checkpoint.checkpoint_dir"],
+    "data.api_key": ["s3cret", "default"],
+}
+
+
+def test_the_whole_configuration_is_told_once_and_of_later_legs_what_is_new(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", suite="st", platform="cpu4")
+    later = {**CONFIGURED, "checkpoint.restore_from": ["LATEST", "override --checkpoint.restore_from"]}
+    run.resumed_case("D1", ranks=2, configured={"reference": CONFIGURED, "interrupted": CONFIGURED, "resumed": later})
+    first, second, third = entry(run, "D1").configurations
+    assert (first.leg, first.base) == ("reference", None)
+    assert first.rows == (
+        ("training.max_steps", "25", "examples/demo.yaml:9"),
+        ("checkpoint.restore_from", "null", "default"),
+        ("checkpoint.checkpoint_dir", '"…/run-7/checkpoints"', "override --checkpoint.checkpoint_dir"),
+        ("data.api_key", '"(hidden)"', "default"),
+    )
+    assert (second.leg, second.base, second.rows) == ("interrupted", "reference", ())
+    assert third.rows == (("checkpoint.restore_from", '"LATEST"', "override --checkpoint.restore_from"),)
+
+
+@pytest.mark.parametrize("values", [None, {"a": 1}, {"a": {"value": 1}}])
+def test_a_configuration_of_another_form_is_refused(tmp_path: Path, values: Any) -> None:
+    run = RunFolder(tmp_path / "run", suite="st", platform="cpu4")
+    run.resumed_case("D1", configured={"resumed": CONFIGURED})
+    path = run.folder / "D1/legs/resumed/events_rank_0.jsonl"
+    start, told, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text(start + json.dumps({**json.loads(told), "values": values}) + "\n" + "".join(rest))
+    with pytest.raises(SerialError, match="D1/legs/resumed"):
+        entry(run, "D1")
 
 
 def replayed(row: dict[str, Any], rank: int) -> None:

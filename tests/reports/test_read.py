@@ -145,9 +145,8 @@ def test_a_leg_that_died_before_its_first_step_needs_no_trajectory(tmp_path: Pat
 
 
 def test_a_soak_has_no_case_and_is_read_all_the_same(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "run")
-    run.case("soak.tiny")
-    run.lines = [line for line in run.lines if line["record"] != "case"]
+    run = RunFolder(tmp_path / "run", suite="soak", platform="cpu4")
+    run.soak("soak.tiny", [{}])
     report = assemble(read_run([run.finish()])).report
     assert [(case.case, case.outcome) for case in report.cases] == [("soak.tiny", "pass")]
     assert [row.group for row in report.rows if row.id == "soak"] == [""]
