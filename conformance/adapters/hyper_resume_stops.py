@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from conformance.file_operations import FileOperations
 from conformance.probe import Probe
 from hyper_resume.checkpoint import dcp, layout
 
+_STEP = re.compile(r"global_step_(\d+)")
 # Moment -> the function of the library that begins then.
 _BEGINNINGS = {
     "before_commit": (layout, "commit"),
@@ -28,17 +31,12 @@ class Stops:
         self._probe, self._job = probe, job
         self._lock = threading.Lock()
         self._save: int | None = None
-        self._number = 0
+        self._numbers: Counter[int] = Counter()
         self._moment = job.fault.moment if job.fault else None
         if self._moment in _BEGINNINGS:
             self._ask_at(self._moment, *_BEGINNINGS[self._moment])
         if self._moment == "file_operation" or job.given.tell_operations:
             FileOperations(Path(job.checkpoint_dir), self._operation).install()
-
-    def begin_save(self, global_step: int) -> None:
-        """From now on what changes on disk belongs to this save, counted from 1."""
-        with self._lock:
-            self._save, self._number = global_step, 0
 
     def _ask_at(self, moment: str, module: Any, name: str) -> None:
         original = getattr(module, name, None)
@@ -54,13 +52,22 @@ class Stops:
         setattr(module, name, asking)
 
     def _operation(self, what: str, where: str) -> None:
+        """Count a change for the save whose step directory it names; what names none belongs to the save named last.
+
+        A save in the background goes on while the next one is asked for already, so the calls would tell less.
+        """
+        named = _STEP.search(where)
         with self._lock:
+            if named:
+                self._save = int(named.group(1))
             if self._save is None:
                 return
-            self._number += 1
-            save, number = self._save, self._number
+            save = self._save
+            self._numbers[save] += 1
+            number = self._numbers[save]
         fault = self._job.fault
-        is_here = fault is not None and (self._probe.rank, number) == (fault.rank, fault.operation)
+        here = (self._probe.rank, save, number)
+        is_here = fault is not None and here == (fault.rank, fault.after_step, fault.operation)
         if self._job.given.tell_operations or is_here:
             self._probe.event("operation", save=save, number=number, what=what, where=where)
         if is_here:

@@ -21,7 +21,7 @@ class Teller:
     def __init__(self, probe: Probe, job: Job, device: torch.device) -> None:
         """Put in what may stop this leg; nothing is told yet."""
         self.probe, self.job, self.given, self.device = probe, job, job.given, device
-        self.stops = Stops(probe, job)
+        self._stops = Stops(probe, job)
         self.trainer: Any = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self.extras: dict[str, Any] = {}

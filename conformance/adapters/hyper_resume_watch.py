@@ -56,7 +56,6 @@ class WatchedCheckpointer:
     def save(self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False) -> None:
         """Save, and tell."""
         found = self._leg.buckets()
-        self._leg.stops.begin_save(global_step)
         self._inner.save(path, state, global_step=global_step, save_async=save_async)
         self._leg.probe.event(
             "saved",
