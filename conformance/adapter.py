@@ -15,10 +15,9 @@ from typing import Any, Literal, Protocol
 
 from conformance import serial
 from conformance.case import Case
+from conformance.evidence import JOB_NAME
 from conformance.given import Given
 from conformance.script import LegStep, Moment
-
-JOB_NAME = "job.json"
 
 # What a trainer may be able to do. A case that needs more than its adapter has is `unsupported`.
 ABILITIES = frozenset(

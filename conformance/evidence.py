@@ -32,6 +32,7 @@ EVENT_KINDS = (
     "end",
     "value",
 )
+JOB_NAME = "job.json"
 DISK_BEFORE, DISK_AFTER = "disk_before.json", "disk_after.json"
 
 
@@ -131,6 +132,29 @@ class Evidence:
         if name not in self.legs:
             raise EvidenceError(f"leg {name} was not run")
         return self.legs[name]
+
+
+def struck_otherwise(record: LegRecord, wanted: str) -> str:
+    """Who did not end as the fault of a leg demands; empty when all did.
+
+    A victim ended by the signal ``wanted``. Whoever was spared ended with an error: not well, and not unknown. What started the
+    ranks of a node that were all killed was killed by the same signal; told to end politely, it ends its ranks and then
+    itself with an error.
+    """
+    fault = record.fault
+    assert fault is not None
+    ends = [(f"rank {rank}", end, rank in fault.struck) for rank, end in enumerate(record.ranks)]
+    size = len(record.ranks) // max(1, len(record.agents))
+    for node, end in enumerate(record.agents):
+        own = range(node * size, (node + 1) * size)
+        is_struck = wanted == "SIGKILL" and all(rank in fault.struck for rank in own)
+        ends.append((f"launcher {node}", end, is_struck))
+    wrong = [
+        f"{name}: {end.signal or ('unknown' if end.exit_code is None else f'exit code {end.exit_code}')}"
+        for name, end, is_struck in ends
+        if (end.signal != wanted if is_struck else end.signal is None and end.exit_code in (0, None))
+    ]
+    return ", ".join(wrong)
 
 
 def rank_log(folder: Path, rank: int) -> Path:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from conformance.case import Case
 from conformance.check import run_check
-from conformance.evidence import Evidence, LegEvidence
+from conformance.evidence import Evidence, LegEvidence, struck_otherwise
 from conformance.results import CheckRecord, Outcome
 from conformance.script import LegStep
 
@@ -101,22 +101,9 @@ def _ending(case: Case, step: LegStep, evidence: Evidence) -> CheckRecord | None
     wanted = _FAULT_SIGNALS.get(step.fault.kind)
     if not _reached(leg):
         return _broken_ending(step, f"it comes to its fault after step {step.fault.after_step}", _how(leg))
-    if wanted and not told and (found := struck_otherwise(leg, wanted)):
+    if wanted and not told and (found := struck_otherwise(leg.record, wanted)):
         return _broken_ending(step, f"every victim dies of {wanted}, and the others end with an error", found)
     return None
-
-
-def struck_otherwise(leg: LegEvidence, wanted: str) -> str:
-    """Which ranks did not end as a fault with victims demands; empty when all did."""
-    fault = leg.record.fault
-    assert fault is not None
-    ends = enumerate(leg.record.ranks)
-    wrong = [
-        f"rank {rank}: {end.signal or f'exit code {end.exit_code}'}"
-        for rank, end in ends
-        if (end.signal != wanted if rank in fault.struck else end.exit_code == 0)
-    ]
-    return ", ".join(wrong)
 
 
 def _broken_ending(step: LegStep, expected: str, observed: str) -> CheckRecord:

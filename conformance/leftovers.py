@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from conformance.adapter import JOB_NAME
+from conformance.evidence import JOB_NAME
 from conformance.probe import JOB_VARIABLE
 
 # The module whose processes fork legs.
@@ -16,15 +16,26 @@ SERVER = "conformance.warm_server"
 _POLL_SECONDS = 0.004
 
 
-def kill_leftovers(folder: Path) -> list[int]:
-    """Kill every process of the leg in ``folder`` until none is left; the process ids that were, ascending."""
+def kill_leftovers(folder: Path, *, limit_seconds: float = 10.0) -> list[int]:
+    """Kill every process of the leg in ``folder`` until none is left; the process ids that were, ascending.
+
+    Raises:
+        OSError: one of them survives SIGKILL (it hangs in the kernel, on a file system say), or may not be killed.
+    """
     killed: set[int] = set()
+    deadline = time.monotonic() + limit_seconds
     while left := _belonging_to(folder):
+        if time.monotonic() > deadline:
+            raise OSError(f"processes {left} survive SIGKILL for {limit_seconds:g} s")
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         killed.update(left)
         time.sleep(_POLL_SECONDS)
+    for pid in killed:
+        # Where this process adopts orphans (see st), it is what they wait for to be gone.
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
     return sorted(killed)
 
 
@@ -52,7 +63,7 @@ def _words(file: Path) -> list[bytes]:
     return file.read_bytes().split(b"\0")
 
 
-def kill_session(pid: int) -> None:
+def kill_process_group(pid: int) -> None:
     """Kill what a dead rank left behind in its process group: loader workers, say."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from conformance.adapter import JOB_NAME, Adapter, Job, write_job
-from conformance.evidence import DISK_AFTER, DISK_BEFORE, EvidenceError, rank_log, read_events, take_listing
+from conformance.adapter import Adapter, Job, write_job
+from conformance.evidence import DISK_AFTER, DISK_BEFORE, JOB_NAME, EvidenceError, rank_log, read_events, take_listing
 from conformance.faults import POINTER_NAME
 from conformance.probe import JOB_VARIABLE
 from conformance.processes import HostError, Launcher, LegOrder, Rank, RunningLeg
@@ -121,8 +121,15 @@ def _live(plan: LegPlan, life: _Life, leg: RunningLeg, launcher: Launcher) -> No
         with contextlib.suppress(HostError):
             leg.strike(range(plan.job.world_size), signal.SIGKILL)
         left = leg.clear()
-    if left and not life.reached and not life.timed_out:
+    if left and not _may_leave(plan, life):
         life.trouble = f"processes {left} were left behind; they are killed now"
+
+
+def _may_leave(plan: LegPlan, life: _Life) -> bool:
+    """True for a leg whose ranks were killed: what a killed process had started is nobody's fault but the killer's."""
+    fault = plan.job.fault
+    is_killed = fault is not None and fault.kind == "kill" and bool(life.reached)
+    return life.timed_out or is_killed
 
 
 def _watch(plan: LegPlan, life: _Life, leg: RunningLeg, launcher: Launcher) -> None:

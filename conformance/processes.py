@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from conformance.adapter import Launch
 from conformance.evidence import rank_log
-from conformance.leftovers import SERVER, kill_leftovers, kill_session
+from conformance.leftovers import SERVER, kill_leftovers, kill_process_group
 from conformance.results import RankEnd
 
 _START_SECONDS = 120.0
@@ -134,7 +134,7 @@ class ColdRank:
         code = self._process.poll()
         if code is None:
             return None
-        kill_session(self._pid)
+        kill_process_group(self._pid)
         return rank_end(code)
 
     def send(self, number: signal.Signals) -> None:
@@ -216,7 +216,7 @@ class WarmHost:
                 raise self._lost()
             pid = self._pids.pop(number, None) if status is not None else None
         if pid is not None:
-            kill_session(pid)
+            kill_process_group(pid)
         return status
 
     def send(self, number: int, which: signal.Signals) -> None:

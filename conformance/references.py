@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,9 +33,10 @@ class Reference:
 class References:
     """The reference legs of one run, by what they are made from. Safe to use from several threads."""
 
-    def __init__(self, run: Path) -> None:
-        """``run`` is the run's folder."""
+    def __init__(self, run: Path, *, keeps_disk: bool = True) -> None:
+        """``run`` is the run's folder. Without ``keeps_disk`` what the legs saved is neither listed nor kept."""
         self._run = run
+        self._keeps_disk = keeps_disk
         self._lock = threading.Lock()
         self._busy: dict[str, threading.Lock] = {}
         self._known: dict[str, Reference] = {}
@@ -75,8 +77,12 @@ class References:
             disk=folder / "disk",
             limit_seconds=limit_seconds,
             shared=True,
+            listed=self._keeps_disk,
         )
-        return run_leg(plan, adapter, launcher)
+        record = run_leg(plan, adapter, launcher)
+        if not self._keeps_disk:
+            shutil.rmtree(plan.disk)
+        return record
 
     def _compare(self, signature: str, first: LegRecord, second: LegRecord) -> CalibrationRecord:
         folders = (first.folder, second.folder)

@@ -59,6 +59,7 @@ class Session:
         keep: bool = False,
         argv: Sequence[str] = (),
         command: str = "python -m conformance run --case",
+        extra: str = "",
         launchers: Callable[[Path], Mapping[str, Launcher]] = warm_only,
         tell: Callable[[ResultRecord], None] = lambda result: None,
     ) -> None:
@@ -73,13 +74,14 @@ class Session:
             keep: keep the checkpoints of cases that passed too.
             argv: the command line, for the records.
             command: what runs a case again when its id is put behind it.
+            extra: what such a line repeats of the command line.
             launchers: makes what starts legs, by name, for a run's folder. ``warm`` must be there; a case whose own is not
                 is started by that too.
             tell: called with each result, in order.
         """
         self.folder = folder.resolve()
         self._writer = ResultsWriter(self.folder)
-        extra = f" --platform {platform.id}" if platform else ""
+        extra = (f" --platform {platform.id}" if platform else "") + extra
         device = platform.device if platform else "cpu"
         self._runner = Runner(adapter, self.folder, device=device, keep=keep, command=command, extra=extra)
         self._tell = tell
@@ -186,6 +188,11 @@ def make_footer(
     reasons = [f"{result.key}: {result.outcome}: {result.reason}" for result in clean if result.outcome not in GOOD]
     reasons += [f"{name}: required, and there is no such case" for name in missing]
     reasons += [f"sabotage {record.id} was not caught: {record.reason}" for record in sabotages if not record.caught]
+    reasons += [
+        f"sabotage {record.id} was blamed on {record.blamed_bucket}, not on {record.expected_bucket}"
+        for record in sabotages
+        if record.caught and not record.right_bucket
+    ]
     if not clean:
         reasons.append("nothing was run without a sabotage" if results else "nothing was run")
     return FooterRecord(

@@ -3,10 +3,9 @@
 ``python -m conformance.warm_server MODULE``; the protocol is JSON lines on stdin and stdout:
 
 * ``{"start": n, "arguments": [...], "environment": {...}, "folder": DIR, "log": FILE}`` is answered by
-  ``{"started": n, "pid": p}`` and, when the child is dead, by ``{"ended": n, "status": wait status}``;
-* ``{"signal": n, "number": 9}`` signals a child that is not reaped yet.
+  ``{"started": n, "pid": p}`` and, when the child is dead, by ``{"ended": n, "status": wait status}``.
 
-When stdin ends, all children are killed.
+Its children are signalled by whoever started them. When stdin ends, all of them are killed.
 
 This process never runs a leg itself, holds no threads and computes nothing, so a child starts as a fresh process would, but
 for the imports.
@@ -79,19 +78,17 @@ class Server:
                     for line in lines:
                         self._obey(json.loads(line))
         for pid in self._children:
-            os.killpg(pid, signal.SIGKILL)
+            # One that was forked just now leads no group yet.
+            for kill in (os.kill, os.killpg):
+                with contextlib.suppress(ProcessLookupError):
+                    kill(pid, signal.SIGKILL)
 
     def _obey(self, order: Mapping[str, Any]) -> None:
-        if "start" in order:
-            pid = os.fork()
-            if pid == 0:
-                _become_leg(self._module, order)
-            self._children[pid] = order["start"]
-            self._tell(started=order["start"], pid=pid)
-        else:
-            for pid, number in self._children.items():
-                if number == order["signal"]:
-                    os.kill(pid, order["number"])
+        pid = os.fork()
+        if pid == 0:
+            _become_leg(self._module, order)
+        self._children[pid] = order["start"]
+        self._tell(started=order["start"], pid=pid)
 
     def _reap(self) -> None:
         while self._children:

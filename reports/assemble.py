@@ -17,6 +17,7 @@ from reports.matrix import make_done, make_rows, only_run
 from reports.read import Part, Run
 from reports.scrub import scrub, scrub_command, scrub_environment
 from reports.text import Text, say
+from reports.unit_tests import UNIT_TESTS_NAME
 from reports.verdict import make_verdict
 
 _MOST_FOCUS = 3
@@ -59,7 +60,7 @@ def assemble(run: Run, *, profile: str = "accept", title: str | None = None) -> 
     sabotages = tuple(_sabotage(part, one) for part in run.parts for one in part.results.of(SabotageRecord))
     if held_to.is_acceptance:
         rows = make_rows(acceptance, platforms, cases)
-        done = make_done(acceptance.done, platforms, cases, run.unit_tests)
+        done = make_done(acceptance.done, platforms, cases, run.tests.get(UNIT_TESTS_NAME))
         not_tested = _not_tested(acceptance, platforms, sabotages, kills, cases)
     else:
         platforms, rows = only_run(platforms, make_rows(acceptance, platforms, cases, all_required=False))

@@ -77,6 +77,7 @@ def _entry(part: Part, result: ResultRecord, kill: KillEntry | None) -> CaseEntr
     legs = part.of(LegRecord, result.key)
     own = [leg for leg in legs if _role(leg) != "reference"]
     reference = reference_of(result, legs)
+    configured = configurations(part, legs)
     return CaseEntry(
         anchor=anchor_of(part.name, result.key),
         part=part.name,
@@ -95,9 +96,9 @@ def _entry(part: Part, result: ResultRecord, kill: KillEntry | None) -> CaseEntr
         repeat=result.repeat,
         reproduce=scrub(result.reproduce),
         seconds=result.seconds,
-        layout=_layout(case),
+        layout=_layout(case, configured),
         given=tuple(_given(case)),
-        configurations=configurations(part, legs),
+        configurations=configured,
         checks=tuple(_scrubbed(check) for check in result.checks),
         divergence=first_divergence(result) or (kill.divergence if kill else None),
         legs=tuple(_leg(leg) for leg in legs),
@@ -172,12 +173,18 @@ def _damage(fault: FaultRecord) -> str:
     return scrub(f"{asked}: {'; '.join(fault.observed)}")
 
 
-def _layout(case: Mapping[str, Any]) -> str:
-    """Ranks and parallel layout in words, of the case as it was written."""
+def _layout(case: Mapping[str, Any], configured: Sequence[Configuration]) -> str:
+    """Ranks and parallel layout in words: as the program told it, else of the case as it was written."""
     given = case.get("given") or {}
     ranks = int(given.get("world_size", 1))
     if ranks == 1:
         return "1 rank"
+    if given.get("config") is not None:
+        told = {name: value for name, value, _ in configured[0].rows} if configured else {}
+        tensor = int(told.get("accelerator.tp_size", 0))
+        if tensor < 2:
+            return f"{ranks} ranks, {'FSDP2' if tensor else given['config']}"
+        return f"{ranks} ranks, TP {tensor} × FSDP2 {ranks // tensor}"
     parallel = str(given.get("parallel", "fsdp"))
     words = {"fsdp": "FSDP2", "tp2-fsdp": f"TP 2 × FSDP2 {ranks // 2}", "replicated": "replicated"}
     return f"{ranks} ranks, {words.get(parallel, parallel)}"

@@ -20,7 +20,7 @@ from reports.frames import METRICS
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two runs."""
+    """One of the two runs; ``commit`` is empty where the records hold none."""
 
     run: str
     platforms: str
@@ -122,10 +122,9 @@ def _side(assembled: Assembled) -> Side:
     return Side(
         run=" + ".join(part.run_id for part in parts),
         platforms=", ".join(sorted({part.platform for part in parts})),
-        commit=", ".join(dict.fromkeys(part.facts["commit"] for part in parts if "commit" in part.facts))
-        or "not in the records",
+        commit=", ".join(dict.fromkeys(part.facts["commit"] for part in parts if "commit" in part.facts)),
         state=report.verdict.state,
-        required=f"{report.verdict.required_passed} of {report.verdict.required}",
+        required=f"{report.verdict.required_passed} / {report.verdict.required}",
         versions={name: version for part in parts for name, version in part.versions.items()},
         seconds=sum(part.seconds for part in parts),
     )

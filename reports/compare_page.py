@@ -1,4 +1,4 @@
-"""The page of two runs side by side: without a script, differences first."""
+"""The page of two runs side by side: differences first; its script only switches language and colours."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from markupsafe import Markup
 
 from reports.charts import Chart, Series, draw, swatch
 from reports.compare import Comparison, CurvePair
-from reports.page import render_template
+from reports.page import as_script, both, render_template
 from reports.series import thin
+from reports.text import load_words
 
 _BEFORE, _AFTER = ("reference", "dot"), ("resumed-a", "cross")
 _MOST_POINTS = 1800
@@ -20,8 +21,12 @@ _MOST_POINTS = 1800
 def render_comparison(found: Comparison) -> str:
     """The page's HTML; the same for the same records."""
     versions = sorted({*found.before.versions, *found.after.versions})
+    words = load_words()
     return render_template(
         "compare.html.j2",
+        scripts=("switches.js",),
+        words=words,
+        data=as_script({"words": both(words)}),
         found=found,
         versions=[(name, found.before.versions.get(name), found.after.versions.get(name)) for name in versions],
         apart=[row for row in found.legs if row.first_step is not None],

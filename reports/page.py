@@ -6,12 +6,14 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
 
+from conformance.results import BUCKETS
 from reports.acceptance import Acceptance, load_acceptance
 from reports.assemble import Assembled
 from reports.cases import controls, failed_kill
@@ -52,11 +54,11 @@ def render(assembled: Assembled, trend: Trend | None = None) -> str:
     ]
     data = {
         **pack(series, report.cases),
-        "words": {name: [text.en, text.zh] for name, text in words.items()},
+        "words": both(words),
     }
     return render_template(
         "acceptance.html.j2",
-        script="acceptance.js",
+        scripts=("switches.js", "acceptance.js"),
         words=words,
         report=report,
         verdict=report.verdict,
@@ -70,6 +72,8 @@ def render(assembled: Assembled, trend: Trend | None = None) -> str:
         distance=distance,
         gib=lambda count: f"{int(count) / 2**30:.1f} GiB",
         absent=_absent(assembled, trend),
+        buckets=list(BUCKETS),
+        configured=_configured(report),
         depths=depths,
         case_groups=_case_groups(report.cases),
         by_anchor=by_anchor,
@@ -79,16 +83,21 @@ def render(assembled: Assembled, trend: Trend | None = None) -> str:
         commits=_commits(report),
         planted=sorted({case.sabotage for case in report.cases if case.sabotage}),
         trend=trend,
-        data=_as_script(data),
+        data=as_script(data),
     )
 
 
-def render_template(
-    template: str, *, script: str | None = None, words: Mapping[str, Text] | None = None, **context: Any
-) -> str:
-    """A template with the style sheet, its script, and the digests by which the page's own policy lets just these in."""
-    style = "".join((_TEMPLATES / name).read_text(encoding="utf-8") for name in ("acceptance.css", "charts.css"))
-    code = (_TEMPLATES / script).read_text(encoding="utf-8") if script else ""
+def both(words: Mapping[str, Text]) -> dict[str, list[str]]:
+    """The words as the script takes them."""
+    return {name: [text.en, text.zh] for name, text in words.items()}
+
+
+def render_template(template: str, *, scripts: Sequence[str], words: Mapping[str, Text], **context: Any) -> str:
+    """A template with style sheet, scripts and words, and the digests by which the page's own policy lets just these in."""
+    style, code = (
+        "".join((_TEMPLATES / name).read_text(encoding="utf-8") for name in names)
+        for names in (("acceptance.css", "charts.css"), scripts)
+    )
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -96,12 +105,13 @@ def render_template(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    own = words or {}
     environment.filters["say"] = say_markup
     environment.globals.update(
-        w=lambda name: word_markup(name, own[name]),
+        w=lambda name: word_markup(name, words[name]),
+        word=lambda name, style: word_markup(name, words[name], style),
+        english=lambda name: words[name].en,
         icon=lambda state: _ICONS[state],
-        state_word=lambda state: word_markup(f"state_{state}", own[f"state_{state}"]),
+        state_word=lambda state: word_markup(f"state_{state}", words[f"state_{state}"]),
     )
     return environment.get_template(template).render(
         style=Markup(style), script=Markup(code), style_hash=_hash(style), script_hash=_hash(code), **context
@@ -115,9 +125,11 @@ def say_markup(text: Text) -> Markup:
     return Markup('<span lang="en">{}</span><span lang="zh">{}</span>').format(text.en, text.zh)
 
 
-def word_markup(name: str, text: Text) -> Markup:
+def word_markup(name: str, text: Text, style: str = "") -> Markup:
     """One of the template's own words, in English; the script has the other language, so it stands once on the page."""
-    return Markup('<span data-w="{}">{}</span>').format(name, text.en)
+    if not style:
+        return Markup('<span data-w="{}">{}</span>').format(name, text.en)
+    return Markup('<span class="{}" data-w="{}">{}</span>').format(style, name, text.en)
 
 
 def _hash(text: str) -> str:
@@ -134,7 +146,7 @@ def _commits(report: Report) -> list[tuple[str, bool]]:
     return list(found.items())
 
 
-def _as_script(data: Any) -> Markup:
+def as_script(data: Any) -> Markup:
     """JSON that can't end the element which it stands in."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
@@ -163,6 +175,7 @@ def _absent(assembled: Assembled, trend: Trend | None) -> frozenset[str]:
     there = {
         "matrix": report.rows,
         "done": report.done,
+        "in_depth": report.focus,
         "sabotages": report.sabotages,
         "kills": report.kills,
         "storage": storage.crash_states or storage.corruption or storage.mutants or storage.benchmarks,
@@ -171,16 +184,47 @@ def _absent(assembled: Assembled, trend: Trend | None) -> frozenset[str]:
     return frozenset(name for name, found in there.items() if not found)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A leg's configuration as the page shows it: only what is new against leg ``base``, or against the case ``like``."""
+
+    leg: str
+    base: str | None
+    like: str | None
+    rows: Sequence[tuple[str, str, str]]
+
+
+def _configured(report: Report) -> dict[str, list[Shown]]:
+    """What each case shows of its configurations: the first one whole (that of a case in depth if any), others what is new."""
+    cases = sorted(
+        (case for case in report.cases if case.configurations), key=lambda case: case.anchor not in report.focus
+    )
+    shown: dict[str, list[Shown]] = {}
+    for case in cases:
+        first, *later = case.configurations
+        known = set(cases[0].configurations[0].rows) if case is not cases[0] else set()
+        own = Shown(
+            leg=first.leg,
+            base=None,
+            like=cases[0].anchor if known else None,
+            rows=[row for row in first.rows if row not in known],
+        )
+        shown[case.anchor] = [own, *(Shown(leg=one.leg, base=one.base, like=None, rows=one.rows) for one in later)]
+    return shown
+
+
 def _values_at(report: Report) -> str | None:
-    """Where on the page the values stand that the first finding speaks of."""
+    """Where on the page the values, or the kill, stand that the first finding speaks of; None where it speaks of neither."""
     first = next(iter(report.verdict.findings), None)
-    if first is None or first.divergence is None:
+    if first is None:
         return None
-    if first.anchor in report.focus:
+    if first.divergence is not None and first.anchor in report.focus:
         return f"divergence-{report.focus.index(first.anchor) + 1}"
     case = next((case for case in report.cases if case.anchor == first.anchor), None)
     kill = failed_kill(report.kills, case.part, case.case) if case else None
-    return kill.anchor if kill else first.anchor
+    if kill is not None:
+        return kill.anchor
+    return first.anchor if first.divergence is not None or first.kind.startswith("kill") else None
 
 
 def _totals(assembled: Assembled) -> list[dict[str, Any]]:

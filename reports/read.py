@@ -25,7 +25,7 @@ from conformance.results import (
 from reports.old_results import read_any_results
 from reports.quick import read_rank_quickly
 from reports.storage import STORAGE_NAME, Storage, read_storage
-from reports.unit_tests import UNIT_TESTS_NAME, UnitTests, read_unit_tests
+from reports.unit_tests import RANK_SIDE_NAME, UNIT_TESTS_NAME, UnitTests, read_unit_tests
 
 R = TypeVar("R")
 # Suites whose results have no case: what was done is in their kill records.
@@ -70,10 +70,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """All parts of one acceptance run, by name; what pytest said of the unit tests and storage records, where there."""
+    """All parts of one acceptance run, by name; where there, what pytest said of tests that are no cases, by file name, and
+    storage records.
+    """
 
     parts: tuple[Part, ...]
-    unit_tests: UnitTests | None
+    tests: Mapping[str, UnitTests]
     storage: Storage
 
 
@@ -85,7 +87,7 @@ def read_run(folders: Sequence[Path]) -> Run:
             what its record says; two parts have one name.
     """
     parts: dict[str, Part] = {}
-    unit_tests = None
+    tests: dict[str, UnitTests] = {}
     storage = Storage()
     for folder in folders:
         found = find_parts(folder)
@@ -96,12 +98,13 @@ def read_run(folders: Sequence[Path]) -> Run:
             if part.name in parts:
                 raise RecordError(f"{path}: a part called {part.name!r} is there twice")
             parts[part.name] = part
-        if (folder / UNIT_TESTS_NAME).is_file():
-            unit_tests = read_unit_tests(folder / UNIT_TESTS_NAME)
+        for name in (UNIT_TESTS_NAME, RANK_SIDE_NAME):
+            if (folder / name).is_file():
+                tests[name] = read_unit_tests(folder / name)
         for place in dict.fromkeys([folder, *found]):
             if (place / STORAGE_NAME).is_file():
                 storage += read_storage(place / STORAGE_NAME)
-    return Run(parts=tuple(parts[name] for name in sorted(parts)), unit_tests=unit_tests, storage=storage)
+    return Run(parts=tuple(parts[name] for name in sorted(parts)), tests=tests, storage=storage)
 
 
 def find_parts(folder: Path) -> list[Path]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+# A "token" is one at a name's end: data.token_noise and max_tokens are none.
 _SECRET_NAME = (
-    r"[\w.-]*(?:token(?!iz)|secret|passw(?:or)?d|credential|api[_-]?key|access[_-]?key|private[_-]?key)[\w.-]*"
+    r"[\w.-]*(?:token(?:[_-]?(?:value|key|\d+))?(?![\w-])|secret|passw(?:or)?d|credential"
+    r"|api[_-]?key|access[_-]?key|private[_-]?key)[\w.-]*"
 )
 _SECRET = re.compile(rf"(?i)\b({_SECRET_NAME})(\s*[=:]\s*|\s+)(['\"]?)([^\s'\",;]+)")
 _URL_USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s@]+@", re.I)

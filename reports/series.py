@@ -26,6 +26,8 @@ _BUDGET = 120_000  # points of all legs together
 _NEAR = 12  # steps around an event that are all kept
 _REFERENCE, _INTERRUPTED = ("reference", "dot"), ("interrupted", "ring")
 _RESUMED = (("resumed-a", "cross"), ("resumed-b", "triangle"), ("resumed-c", "square"), ("resumed-d", "plus"))
+# (class of the style sheet, marker); a packed leg has the place of its own in here.
+LOOKS = (_REFERENCE, _INTERRUPTED, *_RESUMED)
 Floats = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
 Key = tuple[str, str, int]  # part, folder of the leg, rank
@@ -187,7 +189,11 @@ def pack(series: Series, cases: Sequence[CaseEntry]) -> dict[str, Any]:
     for key, curve in series.curves.items():
         leg = legs.setdefault(names[key[:2]], {})
         leg[str(key[2])] = _pack_curve(series, key, curve)
-    return {"legs": legs, "cases": {case.anchor: _pack_case(case, names) for case in cases if _drawn(case, names)}}
+    return {
+        "looks": [list(look) for look in LOOKS],
+        "legs": legs,
+        "cases": {case.anchor: _pack_case(case, names) for case in cases if _drawn(case, names)},
+    }
 
 
 def _drawn(case: CaseEntry, names: Mapping[tuple[str, str], str]) -> bool:
@@ -225,9 +231,9 @@ def _pack_floats(column: Floats) -> str:
 
 def _pack_case(case: CaseEntry, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
     legs = []
-    for leg, (style, marker) in zip(drawn_legs(case), looks_of(case), strict=True):
+    for leg, look in zip(drawn_legs(case), looks_of(case), strict=True):
         if (case.part, leg.folder) in names:
-            legs.append([names[case.part, leg.folder], leg.leg, style, marker])
+            legs.append([names[case.part, leg.folder], leg.leg, LOOKS.index(look)])
     packed: dict[str, Any] = {"legs": legs}
     if case.reference and (case.part, case.reference) in names:
         packed["ref"] = names[case.part, case.reference]

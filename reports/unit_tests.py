@@ -1,4 +1,4 @@
-"""What pytest said of the unit tests: ``unit-tests.xml`` beside the results, written with ``--junitxml``."""
+"""What pytest said of tests that are no cases: files beside the results, written with ``--junitxml``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 from conformance.record import RecordError
 
 UNIT_TESTS_NAME = "unit-tests.xml"
+# The tests inside the ranks (``st/rank_side``).
+RANK_SIDE_NAME = "rank_side.xml"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,14 @@ from reports.read import Run
 from reports.scrub import scrub
 from reports.storage import Storage
 from reports.text import Text, same, say
+from reports.unit_tests import UnitTests
 
 # The worst first; within a kind, in the order of the cases.
 _ORDER = (
     "fail",
     "unexpected_pass",
     "kill_fail",
+    "tests",
     "storage",
     "sabotage_missed",
     "flaky",
@@ -41,11 +43,13 @@ _ORDER = (
     "skipped",
     "missing",
     "empty",
+    "commits",
     "sabotaged",
     "no_sabotages",
     "nothing_run",
 )
-_REFUSES = frozenset(_ORDER[:8])
+_LONGEST_REASON = 240
+_REFUSES = frozenset(_ORDER[:9])
 _BUCKET_WORDS: Mapping[str, Text] = {
     "model": say("the model", "model"),
     "optimizer": say("the optimizer's state", "optimizer 状态"),
@@ -71,11 +75,11 @@ def make_verdict(
         *_missing(wanted, states),
         *_flaky(cases),
         *_kill_findings([kill for kill in kills if not _is_told(kill, cases)]),
+        *_test_findings(run.tests),
         *_storage_findings(run.storage),
         *_part_findings(run, profile, cases),
+        *(_commits(run) if profile.is_acceptance else _nothing_run(run, cases, kills)),
     ]
-    if not profile.is_acceptance:
-        findings += _nothing_run(run, cases, kills)
     findings.sort(key=lambda finding: _ORDER.index(finding.kind))
     refused = any(finding.weight == "refused" for finding in findings)
     counts = Counter(case.outcome for case in cases)
@@ -121,6 +125,17 @@ def _nothing_run(run: Run, cases: Sequence[CaseEntry], kills: Sequence[KillEntry
         yield _finding("nothing_run", "", say("Nothing was run that passes.", "没有任何通过的运行结果。"))
 
 
+def _commits(run: Run) -> Iterator[Finding]:
+    """Parts that were made of different commits together say nothing about either; schema 1 tells of none."""
+    commits = {part.results.header.source.removesuffix("+")[:12] for part in run.parts} - {""}
+    if len(commits) > 1:
+        shown = ", ".join(sorted(commits))
+        yield _finding("commits", shown, say(
+            "The parts of this run were made of different commits ({shown}), so it shows none of them whole.",
+            "本次运行的各部分来自不同的提交（{shown}），不能完整证明其中任何一个。", shown=shown,
+        ))  # fmt: skip
+
+
 def _finding(
     kind: str, subject: str, text: Text, anchor: str | None = None, divergence: Divergence | None = None
 ) -> Finding:
@@ -160,11 +175,23 @@ def _story(case: CaseEntry, kill: KillEntry | None) -> Text:
         ),
         "skipped": say("was skipped", "被跳过"),
     }
+    # Of a soak or a sweep the kill tells more than the sum.
+    name = (
+        say("{case}, kill {number}", "{case} 第 {number} 次中断", case=case.case, number=kill.number)
+        if kill
+        else case.case
+    )
+    title, reason = (kill.what or kill.moment, kill.reason) if kill else (case.title, case.reason)
     return say(
-        "{case} ({title}) {word}{reason}", "{case}（{title}）{word}{reason}",
-        case=case.case, title=case.title, word=words[case.outcome],
-        reason=say(": {reason}", "：{reason}", reason=case.reason) if case.reason else ".",
+        "{name} ({title}) {word}{reason}", "{name}（{title}）{word}{reason}",
+        name=name, title=title, word=words[case.outcome],
+        reason=say(": {reason}", "：{reason}", reason=_short(reason)) if reason else ".",
     )  # fmt: skip
+
+
+def _short(reason: str) -> str:
+    """As much as a sentence on the first screen can hold; the whole stands with the case."""
+    return reason if len(reason) <= _LONGEST_REASON else reason[:_LONGEST_REASON].rsplit(" ", 1)[0] + " …"
 
 
 def _parting(after: Text | str, found: Divergence) -> Text:
@@ -221,6 +248,17 @@ def _kill_findings(kills: Sequence[KillEntry]) -> Iterator[Finding]:
                 word=say("is not survived", "未能正确恢复") if outcome == "fail" else say("could not be judged", "无法判定"),
                 reason=first.reason, count=len(bad), total=len(kills),
             ), first.anchor, first.divergence)  # fmt: skip
+
+
+def _test_findings(tests: Mapping[str, UnitTests]) -> Iterator[Finding]:
+    """Tests that are no cases: that they are there is asked by 9.5 alone, but none of them may fail."""
+    for name, found in tests.items():
+        if not found.good:
+            yield _finding("tests", name, say(
+                "{name}: of {total} tests {bad} failed and {skipped} were skipped.",
+                "{name}：{total} 项测试中 {bad} 项失败，{skipped} 项跳过。",
+                name=name, bad=found.failures + found.errors, total=found.tests, skipped=found.skipped,
+            ))  # fmt: skip
 
 
 def _storage_findings(storage: Storage) -> Iterator[Finding]:

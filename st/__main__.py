@@ -18,7 +18,7 @@ from conformance.serial import SerialError
 from st import command_crash, command_scenarios
 from st.lives import LifeError
 
-USAGE, TROUBLE = 2, 4
+USAGE = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         return USAGE
     except LifeError as error:
         print(f"error: nothing was shown: {error}", file=sys.stderr)
-        return TROUBLE
+        return command_scenarios.TROUBLE
     except KeyboardInterrupt:
         print("interrupted; every process of the running legs is dead", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -13,8 +13,9 @@ from typing import Any
 from conformance.adapter import build_adapter
 from conformance.platforms import find_platform
 from conformance.results import KillRecord, Outcome, ResultRecord
-from conformance.session import GOOD, Session
+from conformance.session import Session
 from st import running
+from st.command_scenarios import exit_code
 from st.soak import WORKLOADS, Kill, Soak
 from st.sweep import MODES, Point, Sweep
 
@@ -33,7 +34,7 @@ def add(verbs: Any) -> None:
     soak = verbs.add_parser(
         "soak", parents=[common], help="kill one training again and again; it ends as if nobody had"
     )
-    soak.add_argument("--kills", type=int, default=100, metavar="N", help="default 100")
+    soak.add_argument("--kills", type=_positive, default=100, metavar="N", help="default 100")
     soak.add_argument("--workload", choices=sorted(WORKLOADS), default="demo", help="default demo")
     soak.add_argument("--launcher", choices=["torchrun", "warm"], default="warm", help="default warm")
     soak.set_defaults(do=_soak)
@@ -48,6 +49,13 @@ def add(verbs: Any) -> None:
     sweep.add_argument("--jobs", type=int, default=2, help="points at a time; default 2")
     sweep.add_argument("--keep", action="store_true", help="keep what green points leave")
     sweep.set_defaults(do=_sweep)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("1 or more")
+    return value
 
 
 def _share(text: str) -> float:
@@ -77,6 +85,7 @@ def _soak(options: argparse.Namespace, words: Sequence[str]) -> int:
 
         soaked = soak.run(options.workload, kills=options.kills, seed=options.seed, tell=tell)
         again = ["soak", "--workload", options.workload, "--kills", str(options.kills), "--seed", str(options.seed)]
+        again += ["--launcher", options.launcher]
         result = _result(
             options, f"soak.{options.workload}", workload.title, soaked.outcome, soaked.reason, again, begun
         )
@@ -156,4 +165,4 @@ def _session(options: argparse.Namespace, words: Sequence[str]) -> Session:
 
 
 def _ended(session: Session) -> int:
-    return 0 if all(result.outcome in GOOD for result in session.results) else 1
+    return exit_code(session.results)

@@ -21,6 +21,7 @@ from conformance.yaml_lines import load_yaml
 from st import running
 from st.presence import lacking
 
+TROUBLE = 4
 _RESULTS = Path("results")
 _CHECKOUT = Path(__file__).resolve().parent.parent
 SABOTAGES = Path(__file__).with_name("sabotages.yaml")
@@ -115,7 +116,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     if reason is not None:
         print(f"unsupported: {reason}", file=sys.stderr)
         return 1
-    with _session(options, platform, words) as session:
+    with _session(options, platform, words, launcher=options.launcher) as session:
         chosen = [running.by(options.launcher, case) for case in cases]
         numbers = range(options.repeat)
         session.run(
@@ -126,9 +127,15 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
         print(legs_table(session.folder, session.results[0].key))
     counts = ", ".join(f"{count} {name}" for name, count in footer.counts.items() if count)
     print(f"{counts or 'no clean run'} in {footer.seconds:.1f} s: {shown(session.folder)}")
-    bad = [result for result in session.results if result.outcome not in GOOD]
     has_page = not options.page or _write_page(session.folder)
-    return 0 if footer.accepted and not bad and has_page else 1
+    code = exit_code(session.results)
+    return code or (0 if footer.accepted and has_page else 1)
+
+
+def exit_code(results: Sequence[ResultRecord]) -> int:
+    """0 where all is well, 1 where something is red, 4 where nothing is but something could not be shown."""
+    bad = {result.outcome for result in results if result.outcome not in GOOD}
+    return 0 if not bad else TROUBLE if bad == {"error"} else 1
 
 
 def legs_table(folder: Path, key: str) -> str:
@@ -196,9 +203,10 @@ def _sabotage(options: argparse.Namespace, words: Sequence[str]) -> int:
     platform = find_platform(options.platform, running.platforms())
     entries = _entries(options.names)
     # Many legs, and none of them is about how it is started.
-    cases = {case.id: running.by(options.launcher or "warm", case) for case in running.scenarios()}
+    launcher = options.launcher or "warm"
+    cases = {case.id: running.by(launcher, case) for case in running.scenarios()}
     wanted = sorted({case_id for entry in entries for case_id in entry.cases})
-    with _session(options, platform, words) as session:
+    with _session(options, platform, words, launcher=launcher) as session:
         clean = session.run([Work(case=cases[case_id]) for case_id in wanted])
         work = [Work(case=cases[case_id], sabotage=entry.id) for entry in entries for case_id in entry.cases]
         by_key = {(result.sabotage, result.case): result for result in session.run(work)}
@@ -223,9 +231,11 @@ def _entries(names: Sequence[str]) -> list[SabotageEntry]:
     return [replace(known[name], cases=ids) for name, ids in here.items() if not names or name in names]
 
 
-def _session(options: argparse.Namespace, platform: Platform, words: Sequence[str]) -> Session:
+def _session(options: argparse.Namespace, platform: Platform, words: Sequence[str], *, launcher: str | None) -> Session:
     folder = options.results or _RESULTS / time.strftime("st-%Y%m%d-%H%M%S")
-    return running.session(folder, platform, jobs=options.jobs, keep=options.keep, argv=words, tell=_tell)
+    return running.session(
+        folder, platform, launcher=launcher, jobs=options.jobs, keep=options.keep, argv=words, tell=_tell
+    )
 
 
 def _tell(result: ResultRecord) -> None:

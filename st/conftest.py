@@ -40,6 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"class_{letter.lower()}: scenarios of class {letter}")
 
 
+# Hooks get no fixtures.
+_running: list[Session] = []
+
+
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
@@ -56,8 +60,15 @@ def st_session(request: pytest.FixtureRequest) -> Iterator[Callable[[Platform], 
             if platform.id not in begun:
                 made = running.session(folder / f"{platform.id}{'-' if worker else ''}{worker}", platform)
                 begun[platform.id] = stack.enter_context(made)
+                _running.append(made)
             return begun[platform.id]
 
         yield of
         for session in begun.values():
             session.finish()
+
+
+def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+    """A run that was broken off gets no footer, also when that was between two scenarios."""
+    for session in _running:
+        session.stop()

@@ -4,7 +4,8 @@ A soak is one training with many lives, a crash sweep many trainings with two. W
 
 1. a killed one was killed where it was asked to be, and every victim is proved dead of that very signal;
 2. it resumed on all ranks at the step that the disk named when the life before it was dead, and trained on from there;
-3. every step that it trained is the reference's, bit for bit, on every rank.
+3. it trained to the end, or to the step of its fault, and every step that all its ranks finished is the reference's, bit for
+   bit, on every rank.
 """
 
 from __future__ import annotations
@@ -12,17 +13,16 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from conformance.adapter import Adapter, Job, JobFault
-from conformance.check import compare_trajectories
+from conformance.check import ComparisonError, compare_trajectories
 from conformance.comparison import Divergence
-from conformance.evidence import EvidenceError, LegEvidence
+from conformance.evidence import EvidenceError, LegEvidence, struck_otherwise
 from conformance.faults import POINTER_NAME
 from conformance.given import complete
-from conformance.judge import struck_otherwise
 from conformance.legs import LegPlan, run_leg
 from conformance.processes import Launcher
 from conformance.record import Trajectory
@@ -34,6 +34,8 @@ LATEST = "LATEST"
 _FOLDER = "checkpoints"
 # A comparison must be able to fail: so much of the reference around the steps is looked at for columns that never move.
 _MARGIN_STEPS = 10
+# Where every rank stands behind a finished step.
+_BETWEEN_STEPS = ("after_step", "after_epoch", "before_save")
 _SIGNALS = {"kill": "SIGKILL", "terminate": "SIGTERM"}
 
 
@@ -44,10 +46,10 @@ class LifeError(RuntimeError):
 class RedError(RuntimeError):
     """A life is not what it has to be. The message is the finding, ``divergence`` where it parts from the reference."""
 
-    def __init__(self, message: str, divergence: Divergence | None = None) -> None:
-        """``divergence`` is None where no step was compared."""
+    def __init__(self, message: str, divergence: Divergence | None = None, *, is_of_the_kill: bool = False) -> None:
+        """``divergence`` is None where no step was compared; ``is_of_the_kill`` when the life's own fault went wrong."""
         super().__init__(message)
-        self.divergence = divergence
+        self.divergence, self.is_of_the_kill = divergence, is_of_the_kill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +100,11 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """One life that is over: the step it began at (0: from scratch), the last one that all its ranks finished, and the step
-    that the next life has to restore.
-    """
+    """One life that is over: the step it began at (0: from scratch), and the last one that all its ranks finished."""
 
     evidence: LegEvidence
     restored: int
     last_step: int
-    latest: int
 
     @property
     def record(self) -> LegRecord:
@@ -113,12 +112,11 @@ class Life:
         return self.evidence.record
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Reference:
     """What the training does when nobody interrupts it: two legs of it that agree bit for bit."""
 
     trajectory: Trajectory
-    records: tuple[LegRecord, ...] = field(default=())
 
 
 def reference_of(training: Training, run: Path, adapter: Adapter, launcher: Launcher) -> Reference:
@@ -129,7 +127,8 @@ def reference_of(training: Training, run: Path, adapter: Adapter, launcher: Laun
     """
     job = training.job("reference", restore_from=None, fault=None)
     limit = max(training.limit_seconds, float(training.until_step))
-    found = References(run).get(job, adapter, launcher, calibrate=True, limit_seconds=limit)
+    # Hundreds of checkpoints that nobody resumes from.
+    found = References(run, keeps_disk=False).get(job, adapter, launcher, calibrate=True, limit_seconds=limit)
     calibration = found.calibration
     if calibration is None or not calibration.equal:
         problem = "was not compared" if calibration is None else calibration.problem or str(calibration.divergence)
@@ -181,8 +180,23 @@ class Lives:
         evidence = LegEvidence(record=record, folder=self._run / record.folder)
         _require_end(record, evidence)
         restored = self._restored(evidence, restore_from, before)
-        last = self._compare(evidence, restored)
-        return Life(evidence=evidence, restored=restored, last_step=last, latest=self.latest())
+        try:
+            last = self._compare(evidence, restored)
+        except ComparisonError as error:
+            raise RedError(f"its steps can't be held against the reference: {error}") from error
+        except EvidenceError as error:
+            raise LifeError(str(error)) from error
+        self._require_steps(record, last)
+        # What the next life has to find is there.
+        self.latest()
+        return Life(evidence=evidence, restored=restored, last_step=last)
+
+    def _require_steps(self, record: LegRecord, last: int) -> None:
+        """It trained to the end, or to the step of its fault, on every rank."""
+        fault = record.fault
+        expected = self._training.until_step if fault is None else fault.after_step
+        if (fault is None or fault.moment in _BETWEEN_STEPS) and last != expected:
+            raise RedError(f"the last step that all of its ranks trained is {last}; expected {expected}")
 
     def _plan(
         self, leg: str, restore_from: str | None, fault: LegFault | None, more: Mapping[str, Any] | None
@@ -284,9 +298,9 @@ def _require_end(record: LegRecord, evidence: LegEvidence) -> None:
         if error is not None:
             raise RedError(f"before its fault: {_told(evidence)}")
         raise LifeError(f"the fault did not fire: reached by {record.fault.reached_by}, ends {record.ranks}")
-    wrong = struck_otherwise(evidence, _SIGNALS[record.fault.kind])
+    wrong = struck_otherwise(record, _SIGNALS[record.fault.kind])
     if wrong:
-        raise RedError(f"not every victim died of {_SIGNALS[record.fault.kind]}: {wrong}")
+        raise RedError(f"not every victim died of {_SIGNALS[record.fault.kind]}: {wrong}", is_of_the_kill=True)
 
 
 def _told(evidence: LegEvidence) -> str:

@@ -31,7 +31,8 @@ class DeathNotProvedError(RuntimeError):
 class Process:
     """One process. ``start_ticks`` tells it from a later process that was given the same pid.
 
-    ``status`` is the wait status of one that ended and was not reaped yet; None for a living one, and where it may not be read.
+    ``status`` is the wait status of one that ended and was not reaped yet; None for a living one. Only a process of the same
+    user may be asked for it.
     """
 
     pid: int

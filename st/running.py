@@ -49,12 +49,13 @@ def session(
     platform: Platform,
     *,
     suite: str = "st",
+    launcher: str | None = None,
     jobs: int = 1,
     keep: bool = False,
     argv: Sequence[str] = (),
     tell: Callable[[ResultRecord], None] = lambda result: None,
 ) -> Session:
-    """Begin a run of scenarios on a platform."""
+    """Begin a run of scenarios on a platform; ``launcher`` is named in the lines that run one again."""
     return Session(
         build_adapter("hyper_resume"),
         folder,
@@ -64,6 +65,7 @@ def session(
         keep=keep,
         argv=argv,
         command="python -m st run",
+        extra=f" --launcher {launcher}" if launcher else "",
         launchers=launchers,
         tell=tell,
     )

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from conformance.adapter import Adapter
 from conformance.given import complete
@@ -268,6 +268,10 @@ class Soak:
         return [sum(event.rank == rank for event in told) for rank in range(ranks)]
 
 
+# A kill, the life that it ended (None where it went wrong), and the seconds that this took.
+_Before: TypeAlias = "tuple[Kill, Life | None, float]"
+
+
 class _Story:
     """The lives in their order, and what is told of them."""
 
@@ -278,13 +282,14 @@ class _Story:
 
     def run(self, drawn: Sequence[Kill]) -> tuple[Outcome, str]:
         """Live all of them and the last one; stops at the first that is red."""
-        before: tuple[Kill, Life, float] | None = None
+        before: _Before | None = None
         for kill in [*drawn, None]:
             begun = time.monotonic()
             try:
                 life = self._live(kill, before)
             except RedError as error:
-                self._say(before, None, "fail", error)
+                own = kill is not None and error.is_of_the_kill
+                self._say((kill, None, time.monotonic() - begun) if kill and own else before, None, "fail", error)
                 return "fail", self._where(kill, error)
             except LifeError as error:
                 self._say(before, None, "error", error)
@@ -294,10 +299,10 @@ class _Story:
                 before = (kill, life, time.monotonic() - begun)
         return "pass", ""
 
-    def _live(self, kill: Kill | None, before: tuple[Kill, Life, float] | None) -> Life:
+    def _live(self, kill: Kill | None, before: _Before | None) -> Life:
         leg = "resumed-last" if kill is None else f"interrupted-{kill.number}"
         life = self._lives.live(leg, restore_from=LATEST, fault=kill.fault if kill else None)
-        if before is not None:
+        if before is not None and before[1] is not None:
             lost = before[1].last_step - life.restored
             if lost > self._training.lost_at_most:
                 raise RedError(f"{lost} steps are lost, more than {self._training.lost_at_most}")
@@ -309,7 +314,7 @@ class _Story:
 
     def _say(
         self,
-        before: tuple[Kill, Life, float] | None,
+        before: _Before | None,
         life: Life | None,
         outcome: Outcome,
         error: RedError | LifeError | None,
@@ -327,9 +332,9 @@ class _Story:
             operation=kill.fault.operation,
             what=kill.words,
             victims=kill.fault.victims,
-            last_step=killed.last_step,
+            last_step=killed.last_step if killed else None,
             resumed_at=life.restored if life else None,
-            lost_steps=killed.last_step - life.restored if life else None,
+            lost_steps=killed.last_step - life.restored if killed and life else None,
             outcome=outcome,
             reason=str(error or ""),
             divergence=getattr(error, "divergence", None),

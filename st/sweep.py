@@ -131,9 +131,15 @@ class Sweep:
             futures = [
                 pool.submit(self._try, name, number, point, base, training, reference) for number, point in numbered
             ]
-            for future in futures:
-                kills.append(future.result())
-                tell(kills[-1])
+            try:
+                for future in futures:
+                    kills.append(future.result())
+                    tell(kills[-1])
+            except BaseException:
+                # Ctrl-C: without this the points that wait would all be tried first.
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._launcher.stop()
+                raise
         if not self._keep:
             shutil.rmtree(base)
         return Swept(mode=name, points=len(points), kills=tuple(kills))

@@ -13,8 +13,8 @@ from conformance.session import GOOD, Session, Work
 from st import running
 from st.presence import lacking
 
-# The sum of its legs' limits ends a scenario first.
-_LIMIT_SECONDS = 1800
+# A leg that hangs is ended by its own limit, and its scenario is red then; this is for a harness that hangs.
+_LIMIT_SECONDS = 3600
 
 
 def _rows() -> list[ParameterSet]:

@@ -41,6 +41,7 @@ _POLL_SECONDS = 0.01
 _SEARCH_SECONDS = 0.05
 _MONITOR_SECONDS = 0.5
 _LOGS = "torchrun"
+_CLOSED = re.compile(r"[Ss]ending process (\d+) closing signal (\w+)")
 _FAILURE = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*(-?\d+)")
 
 
@@ -112,12 +113,19 @@ class TorchrunLeg:
         self._size = len(order.launches) // order.nodes
         self._token = uuid.uuid4().hex
         self.is_cleared = False
+        # What else was killed with an agent: it becomes this process's child, and is reaped in the end.
+        self._family: set[int] = set()
         self._searched_at = 0.0
         self.ranks: list[TorchrunRank] = [TorchrunRank(self, rank) for rank in range(len(order.launches))]
         self.agents: list[Agent] = []
         port = free_port()
-        for node in range(order.nodes):
-            self.agents.append(self._start_agent(order, node, port))
+        try:
+            for node in range(order.nodes):
+                self.agents.append(self._start_agent(order, node, port))
+        except BaseException:
+            self.strike(range(len(self.ranks)), signal.SIGKILL)
+            self.clear()
+            raise
 
     def _start_agent(self, order: LegOrder, node: int, port: int) -> Agent:
         launch = order.launches[0]
@@ -171,6 +179,7 @@ class TorchrunLeg:
                 agent.send(number)
                 for process in family:
                     processes.kill(process)
+                self._family.update(process.pid for process in family)
             else:
                 agent.freeze()
         for rank in wanted:
@@ -187,6 +196,7 @@ class TorchrunLeg:
     def clear(self) -> list[int]:
         """Kill and reap whatever carries the leg's mark, and put each rank's output where it belongs."""
         known = {process.pid for rank in self.ranks if (process := rank.process)} | {agent.pid for agent in self.agents}
+        known |= self._family
         try:
             with _uninterrupted():
                 left = processes.sweep(self._token, known)
@@ -217,13 +227,19 @@ class TorchrunLeg:
                     self.ranks[number].process = process
 
     def reported(self, rank: int) -> RankEnd:
-        """The end of a rank that nobody saw, as its agent told it: in its report of failures, or by its own good end."""
+        """The end of a rank that nobody saw, as its agent told it: by its own good end, in its report of failures, or as the
+        signal that it sent to end it.
+        """
         agent = self.agents[rank // self._size]
         if agent.end is not None and agent.end.exit_code == 0:
             return RankEnd(exit_code=0, signal=None)
         log = (self._folder / f"log_agent_{agent.node}.txt").read_text(encoding="utf-8", errors="replace")
         codes = {int(number): int(code) for number, code in _FAILURE.findall(log)}
-        return rank_end(codes[rank]) if rank in codes else RankEnd(exit_code=None, signal=None)
+        process = self.ranks[rank].process
+        if rank in codes:
+            return rank_end(codes[rank])
+        told = {int(pid): name for pid, name in _CLOSED.findall(log)}
+        return RankEnd(exit_code=None, signal=told.get(process.pid) if process else None)
 
 
 class Agent:
@@ -242,7 +258,7 @@ class Agent:
 
     def poll(self) -> RankEnd | None:
         """How it ended. One that was stopped goes on to its own end as soon as all its ranks have ended."""
-        if self._is_frozen and all(rank.poll() for rank in self._leg.members(self.node)):
+        if self._is_frozen and all(rank.is_over() for rank in self._leg.members(self.node)):
             self._is_frozen = False
             self._process.send_signal(signal.SIGTERM)
             self._process.send_signal(signal.SIGCONT)
@@ -276,6 +292,13 @@ class TorchrunRank:
         self.process: processes.Process | None = None
         self._end: RankEnd | None = None
 
+    def is_over(self) -> bool:
+        """True when it lives no more, whether its end could be read or not."""
+        if self.poll() is not None:
+            return True
+        now = processes.read(self.process.pid) if self.process else None
+        return self.process is not None and (now is None or now.start_ticks != self.process.start_ticks)
+
     def poll(self) -> RankEnd | None:
         """How it ended: read by reaping it, or from the kernel before its agent reaps it, or from its agent's report."""
         if self._end is None:
@@ -288,8 +311,7 @@ class TorchrunRank:
         if self.process is None or now is None or now.start_ticks != self.process.start_ticks:
             # Not there yet, or not any more: only the end of its agent says which.
             agent = self._leg.agents[self.number // len(self._leg.members(0))]
-            gone = self.process is not None or agent.poll() is not None
-            return self._leg.reported(self.number) if gone and agent.poll() is not None else None
+            return self._leg.reported(self.number) if agent.end is not None else None
         if not now.is_zombie:
             return None
         if now.parent == os.getpid():
@@ -305,9 +327,21 @@ class TorchrunRank:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done: a sweep cut short would leave processes behind."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    """Hold Ctrl-C and SIGTERM back until the block is done: a sweep cut short would leave processes behind.
+
+    Only the main thread is ever interrupted by them, so elsewhere nothing is done. A mask would not do: any other thread takes
+    the signal then, and the main one is interrupted all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: held.append(number)) for number in numbers}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if held:
+            signal.raise_signal(signal.Signals(held[0]))

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from conformance.adapter import JOB_NAME, Job, read_job
+from conformance.adapter import Job, read_job
 from conformance.adapters.hyper_resume_disk import edit_step_directory, look_into
 from conformance.adapters.hyper_resume_parts import TroubleError
+from conformance.evidence import JOB_NAME
 from conformance.legs import TROUBLE_EXIT
 from conformance.probe import Probe
 from conformance.sabotage import SabotageError, put_in

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
-from conformance.evidence import Evidence, EvidenceError, LegEvidence
+from conformance.evidence import Evidence, EvidenceError, LegEvidence, struck_otherwise
 from conformance.results import RankEnd
 
 
@@ -13,7 +13,7 @@ from conformance.results import RankEnd
 def fault_fired(evidence: Evidence, *, leg: str, signal: str | None = "SIGKILL") -> CheckOutcome:
     """Who had to be at the fault's place was, and every victim died of this very signal (nothing: of a raised error).
 
-    Where all ranks are killed, whatever process started them died of it too; who was spared ended with an error.
+    What started the ranks of a node that were all killed died of it too; who was spared ended with an error.
     """
     found = evidence.leg(leg)
     fault = found.record.fault
@@ -22,19 +22,16 @@ def fault_fired(evidence: Evidence, *, leg: str, signal: str | None = "SIGKILL")
     ends = [_end(end) for end in found.record.ranks]
     if fault.reached_by != fault.awaited:
         raise EvidenceError(f"the fault did not fire: reached by ranks {list(fault.reached_by)}, ended with {ends}")
-    struck = [found.record.ranks[rank] for rank in fault.struck]
-    spared = [end for rank, end in enumerate(found.record.ranks) if rank not in fault.struck]
-    # One that is told to end politely ends its ranks, and then itself with an error.
-    struck += found.record.agents if not spared and signal == "SIGKILL" else ()
-    right = all(end.signal == signal for end in struck) if signal else all(end.exit_code for end in struck)
-    right = right and all(end.exit_code != 0 for end in spared)
+    raised = all(end.exit_code for end in found.record.ranks)
+    right = not struck_otherwise(found.record, signal) if signal else raised
+    spared = len(fault.struck) < len(ends)
     wanted = f"ranks {list(fault.struck)}: {signal or 'a non-zero exit'}" + ("; the others an error" if spared else "")
     agents = "".join(f"; launcher {_end(end)}" for end in found.record.agents)
     return verdict(right, expected=wanted, observed=", ".join(ends) + agents, blames=None)
 
 
 def _end(end: RankEnd) -> str:
-    return end.signal or f"exit code {end.exit_code}"
+    return end.signal or ("unknown" if end.exit_code is None else f"exit code {end.exit_code}")
 
 
 @CHECKS.register()

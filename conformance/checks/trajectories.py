@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
 from conformance.compare import ALL_COLUMNS, bits, cells, compare_trajectories, show
 from conformance.comparison import Comparison, Divergence
-from conformance.evidence import Evidence, EvidenceError, LegEvidence
+from conformance.evidence import JOB_NAME, Evidence, EvidenceError, LegEvidence
 from conformance.record import TrajectoryRecord
 
 Column = Literal["samples", "lr", "rng", "extras", "loss", "grad_norm", "optimizer", "model"]
@@ -26,7 +27,7 @@ def trajectory_equals(
     against: str,
     steps: tuple[int, int],
     columns: tuple[Column, ...] = _ALWAYS,
-    tolerance: Literal["exact", "calibrated"] | float = "exact",
+    tolerance: Literal["exact", "calibrated", "device"] | float = "exact",
     constant: tuple[Column, ...] = (),
     still: tuple[str, ...] = (),
 ) -> CheckOutcome:
@@ -34,12 +35,17 @@ def trajectory_equals(
 
     ``constant`` are columns that need not vary in the reference; ``still`` random streams that need not move
     (``torch_cpu``, ``python``, ``numpy``). ``exact`` needs two reference legs that agree bit for bit. With a number, or
-    ``calibrated``, only lr, loss and grad_norm may be compared, by relative difference.
+    ``calibrated``, only lr, loss and grad_norm may be compared, by relative difference. ``device`` is ``exact`` where the
+    device repeats its bits, which a CPU must, and else ``calibrated`` on the columns that can be.
     """
     reference, judged = evidence.leg(against), evidence.leg(leg)
-    if tolerance != "exact":
-        return _within(evidence, judged, reference, steps, columns, tolerance)
     calibration = evidence.calibrations.get(against)
+    if tolerance == "device":
+        repeats = _device(reference) == "cpu" or (calibration is not None and calibration.equal)
+        tolerance = "exact" if repeats else "calibrated"
+        columns = columns if repeats else tuple(column for column in columns if column in (*_NUMBERS, "samples"))
+    if tolerance != "exact":
+        return _within(evidence, judged, reference, steps, columns, tolerance, constant)
     if calibration is None or not calibration.equal:
         found = "was not calibrated" if calibration is None else calibration.problem or str(calibration.divergence)
         raise EvidenceError(f"reference not reproducible: {found}")
@@ -73,6 +79,7 @@ def _within(
     steps: tuple[int, int],
     columns: tuple[Column, ...],
     tolerance: str | float,
+    constant: tuple[Column, ...],
 ) -> CheckOutcome:
     digested = [column for column in columns if column not in (*_NUMBERS, "samples")]
     if digested:
@@ -80,24 +87,49 @@ def _within(
     calibration = evidence.calibrations.get(reference.record.leg)
     if isinstance(tolerance, str) and (calibration is None or calibration.problem):
         raise EvidenceError(f"reference {reference.record.leg} was not calibrated")
+    _require_movement(reference, [column for column in columns if column not in constant])
+    chosen = [column for column in ALL_COLUMNS if column in columns]
+    bounds = {
+        column: tolerance if isinstance(tolerance, float) else _SLACK * calibration.spread.get(column, 0.0)  # type: ignore[union-attr]
+        for column in chosen
+    }
     for rank in reference.trajectory.ranks:
         expected = {record.global_step: record for record in reference.trajectory.records[rank]}
         found = {record.global_step: record for record in judged.trajectory.records.get(rank, ())}
         for step in range(steps[0], steps[1] + 1):
             if step not in expected or step not in found:
                 raise EvidenceError(f"rank {rank}, step {step}: no record on one side")
-            for column in [column for column in ALL_COLUMNS if column in columns]:
-                bound = tolerance if isinstance(tolerance, float) else _SLACK * calibration.spread.get(column, 0.0)  # type: ignore[union-attr]
-                first = _first_apart(expected[step], found[step], column, bound)
+            for column in chosen:
+                first = _first_apart(expected[step], found[step], column, bounds[column])
                 if first is not None:
                     return verdict(
                         False,
-                        expected=f"{column} within {bound:g}",
+                        expected=f"{column} within {bounds[column]:g}",
                         observed=f"{first.resumed} instead of {first.reference}, step {step}, rank {rank}",
                         blames=first.bucket,
                         divergence=first,
                     )
-    return verdict(True, expected=f"steps {steps[0]}..{steps[1]} within {tolerance}", observed="they are", blames=None)
+    told = ", ".join(f"{column} {bound:g}" for column, bound in bounds.items())
+    return verdict(True, expected=f"steps {steps[0]}..{steps[1]} within {told}", observed="they are", blames=None)
+
+
+def _device(leg: LegEvidence) -> str:
+    """What the leg trained on, as its job says."""
+    job = json.loads((leg.folder / JOB_NAME).read_text(encoding="utf-8"))
+    return str(job["given"]["device"])
+
+
+def _require_movement(reference: LegEvidence, columns: Sequence[str]) -> None:
+    """A column that never moves could not have differed.
+
+    Raises:
+        EvidenceError: one of them does not.
+    """
+    for column in columns:
+        seen = {bits(value) for records in reference.trajectory.records.values() for record in records
+                for value in cells(record, column).values()}  # fmt: skip
+        if len(seen) < 2:
+            raise EvidenceError(f"{column} never moves in {reference.record.leg}: comparing it could not have failed")
 
 
 def _first_apart(expected: TrajectoryRecord, found: TrajectoryRecord, column: str, bound: float) -> Divergence | None:

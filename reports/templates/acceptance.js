@@ -1,38 +1,7 @@
-"use strict";
 (() => {
-  const root = document.documentElement;
-  root.classList.add("scripted");
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const say = (name) => (data.words[name] || [name, name])[root.dataset.language === "zh" ? 1 : 0];
-  const remember = (key, value) => { try { localStorage.setItem(key, value); } catch { /* a page from disk may have no storage */ } };
-  const recall = (key) => { try { return localStorage.getItem(key); } catch { return null; } };
+  const { data, say } = page;
   const viewers = new Map();
-
-  // ---- language and colours -------------------------------------------------------------------------------------
-  const apply = {
-    language: (value) => {
-      root.dataset.language = value;
-      root.lang = value === "zh" ? "zh-Hans" : "en";
-      for (const word of document.querySelectorAll("[data-w]")) word.textContent = say(word.dataset.w);
-    },
-    theme: (value) => { if (value === "auto") delete root.dataset.theme; else root.dataset.theme = value; },
-  };
-  for (const box of document.querySelectorAll(".switch")) {
-    const kind = box.dataset.switch;
-    const choose = (value) => {
-      apply[kind](value);
-      for (const button of box.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.value === value));
-      for (const viewer of viewers.values()) viewer.relabel();
-    };
-    box.addEventListener("click", (event) => {
-      const button = event.target.closest("button");
-      if (!button) return;
-      choose(button.dataset.value);
-      remember("hyper_resume-" + kind, button.dataset.value);
-    });
-    const kept = recall("hyper_resume-" + kind);
-    choose(kept && box.querySelector(`[data-value="${CSS.escape(kept)}"]`) ? kept : kind === "language" ? "en" : "auto");
-  }
+  document.addEventListener("relabel", () => { for (const viewer of viewers.values()) viewer.relabel(); });
 
   // ---- links into closed details, filter, copy --------------------------------------------------------------------
   const reveal = () => {
@@ -63,15 +32,23 @@
       getSelection().addRange(range);
       if (!document.execCommand("copy")) return;
     }
-    const before = button.innerHTML;
     button.textContent = say("copied");
-    setTimeout(() => { button.innerHTML = before; }, 1200);
+    setTimeout(() => { button.textContent = say("copy"); }, 1200);
   };
+  for (const line of document.querySelectorAll(".command")) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "copy";
+    button.dataset.w = "copy";
+    button.textContent = say("copy");
+    line.append(button);
+  }
   const filter = document.getElementById("filter"), bad = document.getElementById("only-bad");
   const sift = () => {
     const wanted = filter.value.trim().toLowerCase();
     for (const row of document.querySelectorAll(".matrix .row, details.case")) {
-      const fits = row.dataset.text.toLowerCase().includes(wanted) && !(bad.checked && row.dataset.good === "1");
+      const text = row.dataset.text ?? row.querySelector("summary").textContent;
+      const fits = text.toLowerCase().includes(wanted) && !(bad.checked && row.dataset.good === "1");
       row.hidden = !fits;
     }
     for (const body of document.querySelectorAll(".matrix tbody")) {
@@ -79,8 +56,11 @@
       if (rows.length) body.hidden = ![...rows].some((row) => !row.hidden);
     }
   };
-  filter.addEventListener("input", sift);
-  bad.addEventListener("change", sift);
+  // A page of few cases has no filter.
+  if (filter) {
+    filter.addEventListener("input", sift);
+    bad.addEventListener("change", sift);
+  }
 
   // ---- the packed curves --------------------------------------------------------------------------------------------
   const bytesOf = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer;
@@ -168,7 +148,7 @@
     constructor(box) {
       this.box = box;
       this.case = data.cases[box.dataset.case];
-      this.rank = box.dataset.rank;
+      this.rank = box.dataset.rank ?? "0";
       this.log = false;
       this.step = null;
       this.load();
@@ -179,7 +159,7 @@
     }
 
     load() {
-      const all = this.case.legs.map(([id, label, style, marker]) => ({ id, label, style, marker, curve: curveOf(id, this.rank, this.case.ref) })).filter((leg) => leg.curve);
+      const all = this.case.legs.map(([id, label, look]) => ({ id, label, style: data.looks[look][0], marker: data.looks[look][1], curve: curveOf(id, this.rank, this.case.ref) })).filter((leg) => leg.curve);
       this.legs = all;
       this.reference = all.find((leg) => leg.id === this.case.ref) || null;
       this.steps = [...new Set(all.flatMap((leg) => leg.curve.steps))].sort((a, b) => a - b);

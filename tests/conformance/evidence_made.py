@@ -29,7 +29,7 @@ def leg(
     *,
     events: list[list[dict[str, Any]]] | None = None,
     steps: range | None = None,
-    ends: list[int | str] | None = None,
+    ends: list[int | str | None] | None = None,
     agents: Sequence[int | str] = (),
     before: dict[str, str] | None = None,
     after: dict[str, str] | None = None,
@@ -90,7 +90,7 @@ def evidence(*legs: LegEvidence, looks: dict[str, Any] | None = None, calibrated
     )
 
 
-def _rank_end(end: int | str) -> RankEnd:
+def _rank_end(end: int | str | None) -> RankEnd:
     return RankEnd(exit_code=end if isinstance(end, int) else None, signal=end if isinstance(end, str) else None)
 
 

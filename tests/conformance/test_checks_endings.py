@@ -36,6 +36,23 @@ def test_fault_fired(tmp_path: Path, ends: Any, reached: Any, signal: Any, expec
         pytest.param(
             [0, "SIGKILL"], [1], {"victims": "rank-1", "struck": (1,)}, "failed", id="one; the other ends well"
         ),
+        pytest.param(
+            [None, "SIGKILL"],
+            [1],
+            {"victims": "rank-1", "struck": (1,)},
+            "failed",
+            id="one; nobody knows how the other ended",
+        ),
+        pytest.param(
+            [1, "SIGKILL"],
+            [1, "SIGKILL"],
+            {"victims": "node-1", "struck": (1,)},
+            "passed",
+            id="a node and its launcher",
+        ),
+        pytest.param(
+            [1, "SIGKILL"], [1, 0], {"victims": "node-1", "struck": (1,)}, "failed", id="its launcher ends well"
+        ),
         pytest.param([1, "SIGTERM"], [1], {"victims": "rank-1", "struck": (1,)}, "failed", id="one, of another signal"),
         pytest.param(["SIGKILL", 1], [1], {"victims": "rank-1", "struck": (1,)}, "failed", id="the wrong one"),
         pytest.param(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conformance.__main__ import main
-from conformance.results import SabotageRecord, read_results
+from conformance.results import ResultRecord, SabotageRecord, read_results
 from conformance.sabotage import SABOTAGES, SabotageError, Saboteur, put_in, sabotage
 from conformance.sabotaging import SabotageEntry, judge_sabotage, lint_sabotages, load_sabotages, sabotage_table
 from conformance.serial import SerialError
+from conformance.session import make_footer
 from tests.conformance.stand_in import case_of, result_of
 
 
@@ -143,3 +145,28 @@ def test_the_harness_imports_neither_torch_nor_the_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_sabotage_that_is_blamed_on_another_bucket_is_not_accepted() -> None:
+    def record(blamed: str) -> SabotageRecord:
+        return SabotageRecord(
+            id="met", title="a defect", caught=True, outcomes={"Z1": "fail"}, caught_by="check", expected_bucket="rng_state",
+            blamed_bucket=blamed, right_bucket=blamed == "rng_state", reason="",
+        )  # fmt: skip
+
+    clean = result_made("Z1")
+    assert make_footer([clean], [record("rng_state")], [], seconds=1.0).accepted
+    wrong = make_footer([clean], [record("model")], [], seconds=1.0)
+    assert (wrong.accepted, wrong.reasons) == (False, ("sabotage met was blamed on model, not on rng_state",))
+
+
+def test_a_run_of_nothing_but_sabotaged_cases_is_not_accepted() -> None:
+    footer = make_footer([replace(result_made("Z1"), sabotage="met")], [], [], seconds=1.0)
+    assert (footer.accepted, footer.reasons) == (False, ("nothing was run without a sabotage",))
+
+
+def result_made(case: str) -> ResultRecord:
+    return ResultRecord(
+        key=case, case=case, title="t", level="must", outcome="pass", reason="", blamed=None, checks=(), sabotage=None,
+        repeat=0, reproduce="again", seconds=1.0,
+    )  # fmt: skip

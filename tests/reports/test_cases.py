@@ -22,7 +22,8 @@ from reports.document import CaseEntry
 from reports.read import read_run
 from reports.scrub import scrub, scrub_command, scrub_environment
 from reports.timeline import draw_timeline, lanes
-from tests.reports.run_folder import RunFolder, samples, wrong_stream
+from tests.reports.formulas import samples
+from tests.reports.run_folder import RunFolder, wrong_stream
 
 
 def entry(run: RunFolder, key: str = "C9") -> CaseEntry:
@@ -113,6 +114,17 @@ def test_the_whole_configuration_is_told_once_and_of_later_legs_what_is_new(tmp_
     )
     assert (second.leg, second.base, second.rows) == ("interrupted", "reference", ())
     assert third.rows == (("checkpoint.restore_from", '"LATEST"', "override --checkpoint.restore_from"),)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "layout"),
+    [(None, "4 ranks, examples/demo.yaml"), (1, "4 ranks, FSDP2"), (2, "4 ranks, TP 2 × FSDP2 2")],
+)
+def test_the_layout_of_a_configured_program_is_what_that_told(tmp_path: Path, tensor: int | None, layout: str) -> None:
+    run = RunFolder(tmp_path / "run", suite="st", platform="cpu4")
+    told = {"reference": {"accelerator.tp_size": [tensor, "examples/demo.yaml:9"]}} if tensor else None
+    run.resumed_case("D1", ranks=4, given={"world_size": 4, "config": "examples/demo.yaml"}, configured=told)
+    assert entry(run, "D1").layout == layout
 
 
 @pytest.mark.parametrize("values", [None, {"a": 1}, {"a": {"value": 1}}])
@@ -239,6 +251,8 @@ def test_what_is_no_number_has_no_distance(column: str, reference: str, resumed:
         ("https://me:pw@host.example/x", "https://host.example/x"),
         ("the token of a step", "the token of a step"),
         ("tokenizer=bpe", "tokenizer=bpe"),
+        ("data.token_noise=0.05, max_tokens: 9", "data.token_noise=0.05, max_tokens: 9"),
+        ("auth.token=abc TOKEN_2=def", "auth.token=(hidden) TOKEN_2=(hidden)"),
     ],
 )
 def test_paths_of_a_machine_and_secrets_are_hidden(text: str, shown: str) -> None:

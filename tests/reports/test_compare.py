@@ -12,7 +12,12 @@ from reports.assemble import assemble
 from reports.compare import compare, text_of
 from reports.compare_page import render_comparison
 from reports.read import read_run
-from tests.reports.run_folder import RunFolder, loss, single
+from reports.text import load_words
+from tests.reports.formulas import loss, single
+from tests.reports.html import Page
+from tests.reports.run_folder import RunFolder
+
+TEMPLATES = Path(__file__).parents[2] / "reports" / "templates"
 
 
 def run_of(folder: Path, outcome: str = "pass", **options: Any) -> RunFolder:
@@ -35,7 +40,10 @@ def test_equal_runs_have_no_difference(tmp_path: Path) -> None:
     found = compare(*sides)
     assert (found.flips, found.same_outcomes) == ((), 2)
     assert [(row.key, row.first_step) for row in found.legs] == [("C9", None)]
-    assert "all 1 are the same to the last bit" in render_comparison(found)
+    page = Page(render_comparison(found))
+    assert "all are the same to the last bit: 1" in page.text
+    words = load_words()
+    assert set(page.values("span", "data-w") + page.values("th", "data-w")) <= set(words)
 
 
 def test_a_changed_outcome_and_a_changed_training_are_told_apart(tmp_path: Path) -> None:
@@ -68,7 +76,9 @@ def test_the_command_prints_writes_a_page_and_says_by_its_exit_code_whether_outc
     page = tmp_path / "pages" / "compare.html"
     assert main(["compare", str(tmp_path / "before"), str(tmp_path / "after"), "-o", str(page)]) == code
     assert "outcomes changed" in capsys.readouterr().out
-    assert "<script" not in page.read_text()
+    text = page.read_text()
+    assert f"<script>{(TEMPLATES / 'switches.js').read_text()}</script>" in text
+    assert text.count("<script") == 2
 
 
 def test_broken_records_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,13 +15,16 @@ import pytest
 
 from conformance.record import RecordError
 from reports.__main__ import main
+from reports.acceptance import load_acceptance, load_platforms
 from reports.assemble import assemble
 from reports.document import SCHEMA_FILE, as_json, parse_json, report_schema
 from reports.history import append_run, line_of, make_trend, read_history, with_run
+from reports.matrix import make_done
 from reports.outputs import make_files
 from reports.read import read_run
 from reports.unit_tests import UNIT_TESTS_NAME
-from tests.reports.run_folder import RunFolder, every_id, loss, refused_run, samples, system_ids, whole_run
+from tests.reports.formulas import loss, samples
+from tests.reports.run_folder import RunFolder, every_id, refused_run, system_ids, whole_run
 
 FILES = {"index.html", "results.json", "junit.xml", "metrics.csv", "samples.csv", "summary.md", "SHA256SUMS"}
 
@@ -89,6 +92,8 @@ def suites(files: dict[str, str]) -> dict[str, ElementTree.Element]:
 
 
 def test_junit_has_one_test_case_a_case_and_its_counts_are_right(refused: dict[str, str]) -> None:
+    root = ElementTree.fromstring(refused["junit.xml"])
+    assert (root.get("tests"), root.get("failures")) == (str(len(list(root.iter("testcase")))), "2")
     suite = suites(refused)["run-1"]
     assert suite.get("tests") == str(len(every_id() + system_ids())) == str(len(suite.findall("testcase")))
     assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("1", "0", "0")
@@ -185,6 +190,24 @@ def test_the_first_line_of_the_definition_of_done_needs_the_unit_tests(
         "9.5.4": "met",
     }
     assert "stand-in" in done["9.5.2"].evidence.en
+
+
+@pytest.mark.parametrize(
+    ("text", "state"), [("# Where a resume begins\n", "met"), (" \n", "not_met"), (None, "not_met")]
+)
+def test_the_last_line_of_the_definition_of_done_needs_its_document(
+    tmp_path: Path, text: str | None, state: str
+) -> None:
+    report = assemble(read_run([whole_run(tmp_path / "run").finish()])).report
+    acceptance = load_acceptance()
+    platforms = load_platforms(acceptance, {})
+    (tmp_path / "docs").mkdir()
+    if text is not None:
+        (tmp_path / "docs" / "resume-semantics.md").write_text(text)
+    *_, last = make_done(acceptance.done, platforms, report.cases, None, checkout=tmp_path)
+    assert (last.id, last.state) == ("9.5.4", state)
+    told = "docs/resume-semantics.md is there" if state == "met" else "docs/resume-semantics.md is missing"
+    assert last.evidence.en.endswith(told)
 
 
 def test_an_npu_run_meets_the_lines_that_need_one(tmp_path: Path) -> None:

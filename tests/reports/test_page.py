@@ -113,7 +113,7 @@ def test_both_languages_are_there_for_every_word() -> None:
 
 def test_no_word_of_the_list_is_left_unused() -> None:
     folder = Path(__file__).parents[2] / "reports"
-    text = "".join(path.read_text() for path in (folder / "templates").glob("acceptance.*"))
+    text = "".join(path.read_text() for path in (folder / "templates").iterdir())
     dynamic = {
         "exact",
         "differs",
@@ -138,6 +138,53 @@ def test_paths_of_the_machine_and_secrets_stay_out(tmp_path: Path) -> None:
     assert "s3cret" not in page
     assert str(tmp_path) not in page
     assert "…/disk/x" in page
+
+
+CONFIGURED = {
+    "training.max_steps": [25, "examples/demo.yaml:9"],
+    "checkpoint.save_steps": [10, "override --checkpoint.save_steps"],
+    "checkpoint.is_async": [False, "default"],
+}
+
+
+def test_the_whole_configuration_is_shown_with_the_source_of_each_value(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", suite="st", platform="cpu4")
+    later = {**CONFIGURED, "checkpoint.restore_from": ["LATEST", "override --checkpoint.restore_from"]}
+    run.resumed_case("D1", ranks=2, configured={"reference": CONFIGURED, "interrupted": CONFIGURED, "resumed": later})
+    page = Page(render(assemble(read_run([run.finish()]))))
+    text = page.text[page.text.index("Configuration after overrides") :]
+    assert "training.max_steps 25 examples/demo.yaml:9" in text
+    assert "checkpoint.save_steps 10 override --checkpoint.save_steps" in text
+    assert "defaults : checkpoint.is_async=false" in text
+    new = text[text.index("leg resumed what is new against reference") :]
+    assert 'checkpoint.restore_from "LATEST" override --checkpoint.restore_from' in new
+    assert "leg interrupted" not in text
+    assert page.text.count("Configuration after overrides") == 1
+
+
+def test_of_a_second_case_only_what_its_configuration_has_new_is_shown(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", suite="st", platform="cpu4")
+    run.resumed_case("D1", ranks=4, configured={"reference": CONFIGURED})
+    run.resumed_case(
+        "D3", ranks=2, configured={"reference": {**CONFIGURED, "checkpoint.is_async": [True, "override x"]}}
+    )
+    run.resumed_case("D5", ranks=2, configured={"reference": CONFIGURED})
+    text = Page(render(assemble(read_run([run.finish()])))).text
+    assert text.count("training.max_steps 25") == 1
+    assert "leg reference what is new against D1 field value set by checkpoint.is_async true override x" in text
+    assert "leg reference what is new against D1 : none" in text
+
+
+def test_the_machine_and_its_settings_are_part_of_the_provenance(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", suite="st", platform="cpu4")
+    run.case("A6", suite="st")
+    text = Page(render(assemble(read_run([run.finish()])))).text
+    provenance = text[text.index("Provenance run-1") :]
+    for told in ("cpu A CPU", "cores 2", "memory 3.0 GiB", "file system ext4", "packages_digest feedfacefeedface"):
+        assert told in provenance
+    assert "environment OMP_NUM_THREADS 1" in provenance
+    assert "s3cret" not in text
+    assert "SURPRISE" not in text
 
 
 def test_a_run_without_any_leg_still_has_a_page(tmp_path: Path) -> None:

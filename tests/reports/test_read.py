@@ -13,7 +13,8 @@ from reports.__main__ import main
 from reports.assemble import assemble
 from reports.quick import read_rank_quickly
 from reports.read import read_run
-from tests.reports.run_folder import RunFolder, record
+from tests.reports.formulas import record
+from tests.reports.run_folder import RunFolder
 
 
 def small_run(folder: Path) -> RunFolder:

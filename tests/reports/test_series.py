@@ -16,7 +16,8 @@ from reports.assemble import Assembled, assemble
 from reports.depth import make_depth
 from reports.read import read_run
 from reports.series import make_series, pack, thin
-from tests.reports.run_folder import RunFolder, loss, lr, single
+from tests.reports.formulas import loss, lr, single
+from tests.reports.run_folder import RunFolder
 
 STEPS = 10_000
 SPIKE = 4_321
@@ -46,7 +47,7 @@ def steps(packed_steps: Any) -> list[int]:
 
 def legs_of(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
     (case,) = data["cases"].values()
-    return {label: data["legs"][name]["0"] for name, label, _, _ in case["legs"]}
+    return {label: data["legs"][name]["0"] for name, label, _ in case["legs"]}
 
 
 def test_every_value_travels_as_the_float_it_is(tmp_path: Path) -> None:

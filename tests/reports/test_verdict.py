@@ -129,7 +129,7 @@ def test_the_npu_profile_is_not_met_by_a_cpu_run(tmp_path: Path) -> None:
 
 
 def test_an_unknown_profile_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match=r"'banana'.*accept, nightly, npu"):
+    with pytest.raises(ReportError, match=r"'banana'.*accept, nightly, npu, selection"):
         report_of(whole_run(tmp_path / "run").finish(), profile="banana")
 
 
@@ -173,6 +173,50 @@ def test_several_folders_make_one_run(tmp_path: Path) -> None:
     assert len(report.cases) == len(names)
 
 
+def test_what_a_platform_requires_is_what_its_run_was_asked_for(tmp_path: Path) -> None:
+    whole_run(tmp_path / "all" / "conformance").finish()
+    run = RunFolder(
+        tmp_path / "all" / "st", suite="st", platform="cpu4", run_id="run-2", required=["D1", "S99", "D*.four"]
+    )
+    for name in ("D1", "D2.four"):
+        run.case(name, suite="st")
+    run.finish()
+    report = report_of(tmp_path / "all")
+    assert report.verdict.state == "incomplete"
+    lacking = {row.id: cell.lacking for row in report.rows for cell in row.cells if cell.platform == "cpu4"}
+    assert {name: found for name, found in lacking.items() if found} == {"S99": ("st:S99",)}
+    (told,) = [one.en for one in report.not_tested if "not yet when the run was made" in one.en]
+    assert "S1," in told
+    assert " D1" not in told
+
+
+def test_a_run_for_several_ids_of_one_suite_says_nothing_of_the_other(tmp_path: Path) -> None:
+    """D1 is an id of the matrix and of the system tests; the header tells whose result it is."""
+    run = RunFolder(tmp_path / "run", suite="st", platform="cpu4", required=["D1"])
+    run.case("D1", suite="st")
+    report = report_of(run.finish())
+    (cell,) = [cell for row in report.rows if row.id == "D1" for cell in row.cells if cell.platform == "cpu4"]
+    assert cell.state == "missing"
+    assert cell.passed == 1
+    assert "conformance:D1" in cell.lacking
+    assert "st:D1" not in cell.lacking
+
+
+@pytest.mark.parametrize(
+    ("other", "kinds_found"), [("0123456789ab", []), ("0123456789ab+", []), ("fedcba987654", ["commits"])]
+)
+def test_parts_of_different_commits_are_no_one_run(tmp_path: Path, other: str, kinds_found: list[str]) -> None:
+    whole_run(tmp_path / "all" / "run").finish()
+    for name, source in (("a", "0123456789ab"), ("b", other)):
+        run = RunFolder(tmp_path / "all" / name, suite="soak", platform="cpu4", run_id=name, source=source)
+        run.soak(f"soak.{name}", [{}])
+        run.finish()
+    report = report_of(tmp_path / "all")
+    assert kinds(report) == kinds_found
+    assert report.verdict.state == ("incomplete" if kinds_found else "accepted")
+    assert report_of(tmp_path / "all", profile="selection").verdict.state == "passed"
+
+
 def test_clean_controls_of_a_sabotage_run_are_not_listed_twice(tmp_path: Path) -> None:
     whole_run(tmp_path / "all" / "conformance").finish()
     run = RunFolder(tmp_path / "all" / "sabotage", run_id="run-2")
@@ -193,6 +237,23 @@ def test_a_control_that_fails_is_listed_and_refuses_the_run(tmp_path: Path) -> N
     report = report_of(tmp_path / "all")
     assert report.verdict.state == "refused"
     assert "false alarm" in report.verdict.sentence.en
+
+
+JUNIT = '<testsuites><testsuite tests="9" failures="{}" errors="{}" skipped="0"/></testsuites>'
+
+
+@pytest.mark.parametrize("name", ["unit-tests.xml", "rank_side.xml"])
+@pytest.mark.parametrize(("counts", "state"), [((0, 0), "accepted"), ((1, 0), "refused"), ((0, 2), "refused")])
+def test_failing_tests_beside_the_results_refuse_the_run(
+    tmp_path: Path, name: str, counts: tuple[int, int], state: str
+) -> None:
+    folder = whole_run(tmp_path / "run").finish()
+    (folder / name).write_text(JUNIT.format(*counts))
+    verdict = report_of(folder).verdict
+    assert verdict.state == state
+    assert [one.text.en for one in verdict.findings] == (
+        [] if state == "accepted" else [f"{name}: of 9 tests {sum(counts)} failed and 0 were skipped."]
+    )
 
 
 STORAGE: dict[str, Any] = {

@@ -5,16 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conformance.evidence import LegEvidence
 from conformance.record import Trajectory, TrajectoryRecord
 from conformance.results import KillRecord, LegRecord, RankEnd, read_results
-from st.lives import Life
+from st.lives import Life, Lives, RedError, Reference, Training
 from st.soak import SAVE_STEPS, WORKLOADS, Survivors, draw
 
 OPERATIONS = (35, 26, 25, 24)
+NO_TRAINER: Any = None
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -63,7 +65,7 @@ def life(restored: int, last: int) -> Life:
         trouble=None, started_at="", seconds=0.0,
     )  # fmt: skip
     evidence = LegEvidence(record=record, folder=Path("f"))
-    return Life(evidence=evidence, restored=restored, last_step=last, latest=0)
+    return Life(evidence=evidence, restored=restored, last_step=last)
 
 
 def trained(first: int, last: int, *, shift: int = 0) -> Trajectory:
@@ -122,3 +124,19 @@ def test_a_stream_that_is_not_restored_turns_the_soak_red_at_its_first_resume(tm
     done = soak(tmp_path / "run", "--kills", "2", "--sabotage", "rng-not-restored")
     assert done.returncode == 1
     assert "FAIL: resumed at 3, differs at step 4, rank 0, bucket rng_state" in done.stdout
+
+
+def test_a_life_that_stops_before_its_end_is_red_although_it_ends_well_and_every_step_is_right(tmp_path: Path) -> None:
+    training = Training(given={}, until_step=12, save_steps=3)
+    reference = Reference(trajectory=trained(1, 12))
+    lives = Lives(training, reference, tmp_path, tmp_path, NO_TRAINER, NO_TRAINER)
+    lives._require_steps(life(5, 12).record, 12)
+    with pytest.raises(RedError, match=r"the last step that all of its ranks trained is 5; expected 12"):
+        lives._require_steps(life(5, 5).record, 5)
+
+
+def test_no_kill_at_all_is_a_usage_error(tmp_path: Path) -> None:
+    done = soak(tmp_path / "run", "--kills", "0")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2, "python -m st soak: error: argument --kills: 1 or more",
+    )  # fmt: skip

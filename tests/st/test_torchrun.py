@@ -87,6 +87,16 @@ def test_ranks_that_hang_write_where_into_their_logs_and_the_limit_is_kept(tmp_p
         assert "in hang_here\n" in log
 
 
+def test_a_limit_that_comes_before_there_is_a_rank_ends_the_leg_as_hanging(tmp_path: Path) -> None:
+    launcher = Torchrun()
+    try:
+        record = run_one(tmp_path, launcher, StandInAdapter("hangs", argv=FOR_TORCHRUN), ranks=2, limit_seconds=0.2)
+    finally:
+        launcher.close()
+    assert record.timed_out
+    assert record.agents[0].signal == "SIGKILL"
+
+
 def test_a_process_that_outlives_its_leg_is_trouble_and_is_dead(run: Run, tmp_path: Path) -> None:
     record = run("has-a-child", ranks=2)
     assert record.trouble is not None

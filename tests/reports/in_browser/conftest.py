@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reports.__main__ import main
-from tests.reports.run_folder import RunFolder, refused_run, single, whole_run
+from tests.reports.formulas import loss, single
+from tests.reports.run_folder import RunFolder, refused_run, whole_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -59,9 +60,9 @@ def page(browser: Browser) -> Iterator[Page]:
     assert trouble == []
 
 
-def built(run: RunFolder) -> str:
+def built(run: RunFolder, profile: str = "accept") -> str:
     """The address of the run's page."""
-    assert main(["build", str(run.finish())]) != 2
+    assert main(["build", str(run.finish()), "--profile", profile]) != 2
     return (run.folder / "report" / "index.html").as_uri()
 
 
@@ -78,6 +79,39 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def incomplete(tmp_path_factory: pytest.TempPathFactory) -> str:
     return built(whole_run(tmp_path_factory.mktemp("incomplete") / "run", leave_out=["A6", "C7"]))
+
+
+@pytest.fixture(scope="session")
+def passed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A selection: one system test, whose program told its configuration."""
+    run = RunFolder(tmp_path_factory.mktemp("passed") / "run", suite="st", platform="cpu4")
+    told = {"training.max_steps": [25, "demo.yaml:9"], "checkpoint.is_async": [False, "default"]}
+    run.resumed_case("D1", ranks=4, configured={"reference": told})
+    return built(run, "selection")
+
+
+@pytest.fixture(scope="session")
+def soaked(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A soak that parts from its reference after the 40th of its kills."""
+    run = RunFolder(tmp_path_factory.mktemp("soaked") / "run", suite="soak", platform="cpu4")
+    divergence = {"step": 41, "rank": 1, "bucket": "optimizer", "column": "loss"}
+    divergence |= {"reference": repr(loss(41, 1)), "resumed": repr(single(loss(41, 1) + 2**-18))}
+    bad = {"outcome": "fail", "reason": "step 41 is not the reference's", "divergence": divergence}
+    run.soak("soak.demo", [*[{}] * 39, bad], "fail", "the life up to kill 41: step 41 is not the reference's")
+    return built(run, "selection")
+
+
+@pytest.fixture(scope="session")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two runs, of which one has a case that fails."""
+    folder = tmp_path_factory.mktemp("compared")
+    for name, outcome in (("before", "pass"), ("after", "fail")):
+        run = RunFolder(folder / name, run_id=name)
+        run.resumed_case("C9")
+        run.case("A6", outcome)
+        run.finish()
+    assert main(["compare", str(folder / "before"), str(folder / "after"), "-o", str(folder / "page.html")]) == 1
+    return (folder / "page.html").as_uri()
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.reports.run_folder import loss, lr, single
+from tests.reports.formulas import loss, lr, single
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
 
-@pytest.mark.parametrize("which", ["accepted", "refused", "incomplete"])
+@pytest.mark.parametrize("which", ["accepted", "passed", "refused", "incomplete"])
 def test_the_verdict_is_on_the_first_screen(page: Page, request: pytest.FixtureRequest, which: str) -> None:
     page.goto(request.getfixturevalue(which))
     word = page.locator("#verdict-word")
@@ -33,6 +33,29 @@ def test_the_first_screen_of_a_refused_run_leads_to_the_values_that_differ(page:
     first = page.locator(".grid-table .first")
     assert is_on_screen(first)
     assert first.inner_text().split() == ["from", "step", "6", "rng.torch_cpu", "7/7"]
+
+
+def test_the_first_screen_of_a_failed_soak_leads_to_the_values_after_the_kill(page: Page, soaked: str) -> None:
+    page.goto(soaked)
+    assert page.locator(".parting dd").all_inner_texts() == ["soak.demo", "41", "1", "optimizer", "loss"]
+    page.get_by_role("link", name="Show the values").click()
+    row = page.locator('[id="kill-run-1-soak.demo-40"]')
+    values = page.locator(".divergence")
+    assert is_on_screen(row)
+    assert is_on_screen(values)
+    assert loss(41, 1).hex() in values.inner_text()
+
+
+def test_the_comparison_speaks_both_languages(page: Page, compared: str) -> None:
+    page.goto(compared)
+    assert page.locator("h2").first.inner_text().startswith("outcomes changed: 1")
+    page.get_by_role("button", name="中文").click()
+    assert page.locator("h2").first.inner_text().startswith("结果变化： 1")
+    assert page.locator("html").get_attribute("lang") == "zh-Hans"
+    latin = page.locator("thead th, tbody th[data-w]").all_inner_texts()
+    assert [text for text in latin if text.isascii()] == []
+    page.reload()
+    assert page.locator("h2").first.inner_text().startswith("结果变化")
 
 
 def is_on_screen(found: Locator) -> bool:
@@ -210,7 +233,7 @@ CONTRAST = """
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("which", ["accepted", "refused", "incomplete"])
+@pytest.mark.parametrize("which", ["accepted", "passed", "refused", "soaked", "incomplete", "compared"])
 def test_all_text_has_enough_contrast(
     browser: Browser, request: pytest.FixtureRequest, which: str, scheme: str
 ) -> None:

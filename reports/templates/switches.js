@@ -1,0 +1,36 @@
+"use strict";
+// What every page has: its words in both languages, the two switches, and a mark that a script runs. Others hear of a change of
+// language by the event "relabel".
+const page = (() => {
+  const root = document.documentElement;
+  root.classList.add("scripted");
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const say = (name) => (data.words[name] || [name, name])[root.dataset.language === "zh" ? 1 : 0];
+  const remember = (key, value) => { try { localStorage.setItem(key, value); } catch { /* a page from disk may have no storage */ } };
+  const recall = (key) => { try { return localStorage.getItem(key); } catch { return null; } };
+  const apply = {
+    language: (value) => {
+      root.dataset.language = value;
+      root.lang = value === "zh" ? "zh-Hans" : "en";
+      for (const word of document.querySelectorAll("[data-w]")) word.textContent = say(word.dataset.w);
+    },
+    theme: (value) => { if (value === "auto") delete root.dataset.theme; else root.dataset.theme = value; },
+  };
+  for (const box of document.querySelectorAll(".switch")) {
+    const kind = box.dataset.switch;
+    const choose = (value) => {
+      apply[kind](value);
+      for (const button of box.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.value === value));
+      document.dispatchEvent(new Event("relabel"));
+    };
+    box.addEventListener("click", (event) => {
+      const button = event.target.closest("button");
+      if (!button) return;
+      choose(button.dataset.value);
+      remember("hyper_resume-" + kind, button.dataset.value);
+    });
+    const kept = recall("hyper_resume-" + kind);
+    choose(kept && box.querySelector(`[data-value="${CSS.escape(kept)}"]`) ? kept : kind === "language" ? "en" : "auto");
+  }
+  return { data, say };
+})();
