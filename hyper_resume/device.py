@@ -6,6 +6,7 @@ through ``torch.get_device_module``, the table in which every backend, Ascend's 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -154,9 +155,15 @@ def init_process_group(context: DeviceContext, timeout_seconds: float) -> None:
 
 
 def destroy_process_group() -> None:
-    """Close the default process group and all its subgroups; nothing happens without one."""
+    """Close the default process group and all its subgroups; nothing happens without one.
+
+    What still holds one of them in a cycle (a trainer that is not used any more) is collected at once: a gloo group that dies
+    only with the interpreter takes the process along now and then ("terminate called without an active exception"), and a
+    training that has ended well would count as failed.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()
 
 
 def get_device_rng_state(device_type: str) -> torch.Tensor | None:

@@ -22,6 +22,8 @@ from st import running
 from st.presence import lacking
 
 TROUBLE = 4
+# So many scenarios are told leg by leg.
+_TOLD_IN_FULL = 3
 _RESULTS = Path("results")
 _CHECKOUT = Path(__file__).resolve().parent.parent
 SABOTAGES = Path(__file__).with_name("sabotages.yaml")
@@ -123,8 +125,8 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
             [Work(case=case, sabotage=options.sabotage, repeat=number) for number in numbers for case in chosen]
         )
         footer = session.finish([] if options.ids else platform.missing(cases))
-    if len(session.results) == 1:
-        print(legs_table(session.folder, session.results[0].key))
+    for result in session.results if len(session.results) <= _TOLD_IN_FULL else ():
+        print(f"\n{result.key}\n{legs_table(session.folder, result.key)}\n")
     counts = ", ".join(f"{count} {name}" for name, count in footer.counts.items() if count)
     print(f"{counts or 'no clean run'} in {footer.seconds:.1f} s: {shown(session.folder)}")
     has_page = not options.page or _write_page(session.folder)

@@ -7,9 +7,11 @@ tests run in a process of their own.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import types
+import weakref
 from pathlib import Path
 from typing import Literal
 
@@ -181,6 +183,24 @@ def test_a_process_started_alone_gets_no_group() -> None:
 
 def test_torchruns_environment_gives_a_group_that_a_second_call_keeps() -> None:
     assert run_ranks(_group_of_this_process, 1) == ["gloo"]
+
+
+def _destroy_with_a_group_in_a_cycle() -> bool:
+    gc.disable()  # so that nothing but the call itself collects
+
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.itself, holder.group = holder, dist.new_group(backend="gloo")  # type: ignore[attr-defined]
+    seen = weakref.ref(holder)
+    del holder
+    device.destroy_process_group()
+    return seen() is None
+
+
+def test_a_group_that_only_a_cycle_holds_does_not_wait_for_the_interpreters_end() -> None:
+    assert run_ranks(_destroy_with_a_group_in_a_cycle, 2) == [True, True]
 
 
 def test_a_broken_environment_names_the_missing_variables(monkeypatch: pytest.MonkeyPatch) -> None:

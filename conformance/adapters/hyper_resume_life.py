@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import sys
@@ -19,6 +20,7 @@ from conformance.evidence import JOB_NAME
 from conformance.legs import TROUBLE_EXIT
 from conformance.probe import Probe
 from conformance.sabotage import SabotageError, put_in
+from hyper_resume.device import destroy_process_group
 
 _GROUP_SECONDS = 20.0
 _FAILED = 1
@@ -40,6 +42,8 @@ def live(train: Callable[[Probe, Job], None]) -> int:
             if job.sabotage is not None:
                 put_in(job.sabotage, lambda: probe.event("sabotage_fired", id=job.sabotage))
             train(probe, job)
+            # What watched the trainer held its groups until now, see hyper_resume.device.destroy_process_group.
+            gc.collect()
         else:
             step_directory = Path(job.checkpoint_dir) / f"global_step_{(job.edit or {}).get('step', job.step)}"
             told = edit_step_directory(step_directory, job.edit) if job.edit else look_into(step_directory)
@@ -86,4 +90,4 @@ def join_group(job: Job) -> dist.ProcessGroup | None:
 def leave_group() -> None:
     """Close the group, unless an error is on its way: another rank may wait in it."""
     if dist.is_initialized() and sys.exc_info()[0] is None:
-        dist.destroy_process_group()
+        destroy_process_group()
