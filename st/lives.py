@@ -119,16 +119,15 @@ class Reference:
     trajectory: Trajectory
 
 
-def reference_of(training: Training, run: Path, adapter: Adapter, launcher: Launcher) -> Reference:
-    """Train without interruption, twice.
+def reference_of(training: Training, run: Path, adapter: Adapter, launcher: Launcher, known: References) -> Reference:
+    """Train without interruption, twice; what is ``known`` is not trained again.
 
     Raises:
         LifeError: it does not end well, or two runs of it differ: then nothing can be judged.
     """
     job = training.job("reference", restore_from=None, fault=None)
     limit = max(training.limit_seconds, float(training.until_step))
-    # Hundreds of checkpoints that nobody resumes from.
-    found = References(run, keeps_disk=False).get(job, adapter, launcher, calibrate=True, limit_seconds=limit)
+    found = known.get(job, adapter, launcher, calibrate=True, limit_seconds=limit)
     calibration = found.calibration
     if calibration is None or not calibration.equal:
         problem = "was not compared" if calibration is None else calibration.problem or str(calibration.divergence)

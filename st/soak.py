@@ -19,6 +19,7 @@ from conformance.adapter import Adapter
 from conformance.given import complete
 from conformance.processes import Launcher
 from conformance.record import Trajectory, TrajectoryRecord
+from conformance.references import References
 from conformance.results import KillRecord, Outcome
 from conformance.script import LegFault, Moment
 from st.lives import LATEST, Life, LifeError, Lives, RedError, Training, reference_of
@@ -218,6 +219,8 @@ class Soak:
         """Nothing is started yet. ``aside`` starts what nobody kills; ``sabotage`` is put into every life."""
         self._folder, self._adapter, self._launcher, self._aside = folder, adapter, launcher, aside
         self._sabotage = sabotage
+        # Hundreds of checkpoints that nobody resumes from.
+        self._references = References(folder, keeps_disk=False)
 
     def run(self, name: str, *, kills: int, seed: int, tell: Callable[[KillRecord, Kill], None]) -> Soaked:
         """Soak one workload.
@@ -236,7 +239,7 @@ class Soak:
         drawn = draw(kills, seed, workload.steps_per_epoch, operations)
         until_step = max(kill.fault.after_step for kill in drawn) + _STEPS_AFTER_LAST
         training = Training(given=workload.given, until_step=until_step, save_steps=SAVE_STEPS)
-        reference = reference_of(training, self._folder, self._adapter, self._aside)
+        reference = reference_of(training, self._folder, self._adapter, self._aside, self._references)
         folder = self._folder / f"soak.{name}"
         lives = Lives(training, reference, folder, self._folder, self._adapter, self._launcher, sabotage=self._sabotage)
         story = _Story(name, training, lives, tell)
@@ -255,7 +258,7 @@ class Soak:
     def _operations(self, name: str, workload: Workload) -> list[int]:
         """How many file operations a save has, by rank: of a run that nobody kills."""
         training = Training(given=workload.given, until_step=SAVE_STEPS + 1, save_steps=SAVE_STEPS)
-        reference = reference_of(training, self._folder, self._adapter, self._aside)
+        reference = reference_of(training, self._folder, self._adapter, self._aside, self._references)
         folder = self._folder / f"soak.{name}.counting"
         lives = Lives(training, reference, folder, self._folder, self._adapter, self._aside)
         try:

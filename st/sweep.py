@@ -18,6 +18,7 @@ from typing import Any
 
 from conformance.adapter import Adapter
 from conformance.processes import Launcher
+from conformance.references import References
 from conformance.results import KillRecord, Outcome
 from conformance.script import LegFault
 from st.lives import LATEST, Life, LifeError, Lives, RedError, Reference, Training, reference_of
@@ -99,6 +100,8 @@ class Sweep:
         """Nothing is started yet. ``keep`` keeps what green points leave too."""
         self._folder, self._adapter, self._launcher = folder, adapter, launcher
         self._sabotage, self._keep = sabotage, keep
+        # Several modes train the same reference.
+        self._references = References(folder, keeps_disk=False)
 
     def run(
         self, name: str, *, share: float, seed: int, jobs: int, only: Point | None, tell: Callable[[KillRecord], None]
@@ -119,7 +122,7 @@ class Sweep:
         mode = MODES[name]
         given = {**_GIVEN, "checkpoint": {**_GIVEN["checkpoint"], **mode.checkpoint}}
         training = Training(given=given, until_step=STEP + 2, save_steps=SAVE_STEPS)
-        reference = reference_of(training, self._folder, self._adapter, self._launcher)
+        reference = reference_of(training, self._folder, self._adapter, self._launcher, self._references)
         # What stands on the disk before is saved by one that is waited for: it must be there, whenever it is killed.
         checkpoint = {**given["checkpoint"], "is_async": False}
         base = self._prepare(name, mode, replace(training, given={**given, "checkpoint": checkpoint}), reference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -45,6 +46,8 @@ def test_nothing_is_left(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # In a shell's background Ctrl-C is ignored, and whoever is started there inherits that.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         wait_for_step_3(results, runner)
