@@ -7,6 +7,8 @@ saves in progress. A step directory appears by one rename, so a save that dies l
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import logging
 import os
 import re
@@ -22,6 +24,7 @@ POINTER_NAME = "latest_checkpoint_iteration.txt"
 STAGING_NAME = ".staging"
 METADATA_NAME = ".metadata"
 _REPLACED_SUFFIX = ".replaced"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _STEP_DIRECTORY = re.compile(r"global_step_(0|[1-9][0-9]*)")
 # 18 digits outlast any training run, and keep a damaged pointer from making a number or a file name that is too long.
 _POINTER = re.compile(r"[0-9]{1,18}")
@@ -166,20 +169,39 @@ def _remove(path: Path) -> None:
 def commit(staging: Path, target: Path) -> None:
     """Make the finished ``staging`` directory visible as ``target`` by one rename.
 
-    A directory of an earlier attempt at the same step steps aside first and is deleted last. Stopping between the two
-    renames leaves both copies under ``.staging``, from where :func:`sweep_staging` puts the earlier one back.
+    A directory of an earlier attempt at the same step changes places with it and is deleted last, so that there is one whole
+    copy under the name at any moment. Where the file system can't exchange two names, the earlier one steps aside first:
+    stopping between the two renames then leaves both copies under ``.staging``, from where :func:`sweep_staging` puts the
+    earlier one back.
     """
     for directory in (staging, *(entry for entry in staging.rglob("*") if entry.is_dir())):
         _fsync_directory(directory)
     aside: Path | None = None
-    if target.exists() or target.is_symlink():
+    if not (target.exists() or target.is_symlink()):
+        staging.rename(target)
+    elif _exchange(staging, target):
+        aside = staging
+    else:
         aside = staging.with_name(f"{staging.name}{_REPLACED_SUFFIX}")
         target.rename(aside)
-    staging.rename(target)
+        staging.rename(target)
     _in_progress.discard(staging.absolute())
     _fsync_directory(target.parent)
     if aside is not None:
         _remove(aside)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two paths change places in one step (Linux, ``renameat2``); False where kernel or file system can't."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
 def write_pointer(checkpoint_dir: Path, global_step: int) -> None:
