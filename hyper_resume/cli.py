@@ -1,4 +1,4 @@
-"""``hyper-resume train CONFIG [--dotted.path=value ...]`` and ``hyper-resume inspect STEP_DIR``."""
+"""``hyper-resume train CONFIG [--dotted.path=value ...]``; inspect, verify, diff, prune and doctor look at checkpoints."""
 
 from __future__ import annotations
 
@@ -6,31 +6,36 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
-from hyper_resume.errors import ConfigError, HyperResumeError
+from hyper_resume.errors import ConfigError, HyperResumeError, PreemptedError
+from hyper_resume.storage_commands import add_commands
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
+# EX_TEMPFAIL of sysexits.h: try again later. Training was preempted, has saved, and wants to be resumed.
+EXIT_PREEMPTED = 75
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors of the library are printed as one line, without a traceback.
 
     Returns:
-        0, or 1 for an error, or 2 for a wrong command line or configuration.
+        0, or 1 for an error, or 2 for a wrong command line or configuration, or 75 for a training that was preempted and saved.
     """
     arguments, overrides = _parser().parse_known_args(argv)
     logging.basicConfig(
         level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    if arguments.command == "inspect":
-        if overrides:
-            _parser().error(f"unrecognized arguments: {' '.join(overrides)}")
-        return _guarded(lambda: _inspect(arguments.step_dir, as_json=arguments.json))
-    return _guarded(lambda: train(arguments.config, overrides))
+    if arguments.command == "train":
+        return _guarded(lambda: train(arguments.config, overrides))
+    if overrides:
+        _parser().error(f"unrecognized arguments: {' '.join(overrides)}")
+    return _guarded(lambda: arguments.run(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,21 +51,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("step_dir", help="a global_step_N directory")
     inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.set_defaults(run=lambda arguments: _inspect(arguments.step_dir, as_json=arguments.json))
+    add_commands(commands)
     return parser
 
 
-def _guarded(action: Callable[[], None]) -> int:
+def _guarded(action: Callable[[], int | None]) -> int:
     try:
-        action()
+        return action() or 0
     except ConfigError as error:
         # One line for each mistake.
         print(f"hyper-resume: error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except PreemptedError as error:
+        print(f"hyper-resume: preempted: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_PREEMPTED
     except HyperResumeError as error:
         # The texts of torch's own errors, which some messages quote, run over several lines.
         print(f"hyper-resume: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
-    return 0
 
 
 def train(config_path: str, overrides: Sequence[str]) -> None:
@@ -72,6 +81,7 @@ def train(config_path: str, overrides: Sequence[str]) -> None:
 
     Raises:
         HyperResumeError: what the command prints as one line; all ranks raise it, and the process group is closed.
+        PreemptedError: a signal asked to stop, and the last step is saved; from now on this process ignores those signals.
     """
     from hyper_resume.config import load_config
 
@@ -83,7 +93,12 @@ def train(config_path: str, overrides: Sequence[str]) -> None:
     init_process_group(resolve_device(config.accelerator.device), config.accelerator.timeout_seconds)
     try:
         TextTrainer(config).train()
-    except HyperResumeError:
+    except HyperResumeError as error:
+        if isinstance(error, PreemptedError) and threading.current_thread() is threading.main_thread():
+            # The process leaves by itself. A launcher that sees one rank gone signals the others, and asks them twice: without
+            # this, that would take the exit code from a rank that has saved.
+            for name in config.checkpoint.preemption_signals:
+                signal.signal(signal.Signals[name], signal.SIG_IGN)
         # All ranks share it, so none is in a collective. A process that leaves its group behind may abort at its exit, and
         # the exit code would be lost.
         destroy_process_group()

@@ -28,6 +28,14 @@ class CheckpointSaveError(HyperResumeError, RuntimeError):
     """A save did not reach its commit; the previous checkpoint is untouched."""
 
 
+class CheckpointLockedError(CheckpointSaveError):
+    """Another run writes to the same checkpoint_dir."""
+
+
+class PreemptedError(HyperResumeError, RuntimeError):
+    """Training was asked to stop by a signal, and has saved and stopped; it is to be resumed."""
+
+
 class StateNotPlainError(HyperResumeError, TypeError):
     """A bucket holds an object that can't be written without running code when it is read back."""
 

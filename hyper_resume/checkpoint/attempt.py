@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hyper_resume.checkpoint.layout import STAGING_NAME
+from hyper_resume.checkpoint.manifest import Manifest
 from hyper_resume.checkpoint.reading import load_entries
 from hyper_resume.errors import CheckpointMismatchError, describe
 
@@ -23,22 +24,20 @@ SAVE_ID = "save_id"
 _ENTRY = re.compile(r"save_id\.(rank_[0-9]+)")
 
 
-def save_id_of(staging: Path) -> str:
-    """Return the id of the save that is staged there: unique to the attempt, and telling the step."""
-    return staging.name
-
-
 def mark_shards(payload: dict[str, Any], save_id: str, rank: int) -> None:
     """Add to ``payload`` what will say, inside this rank's shard file, which save it is of."""
     payload[SAVE_ID] = {f"rank_{rank}": save_id}
 
 
-def read_save_id(directory: Path, metadata: Metadata) -> str | None:
+def read_save_id(directory: Path, metadata: Metadata, manifest: Manifest | None = None) -> str | None:
     """Return the id of the save that the metadata and all shards are of; None when they carry none.
 
     Raises:
         CheckpointMismatchError: they are of different saves.
     """
+    if manifest is not None:
+        # Its digests hold all parts together already.
+        return manifest.attempt
     ranks = [match.group(1) for match in map(_ENTRY.fullmatch, metadata.state_dict_metadata) if match]
     if not ranks:
         return None
@@ -47,7 +46,7 @@ def read_save_id(directory: Path, metadata: Metadata) -> str | None:
     found = {f"the shards of {rank}": save_id for rank, save_id in sorted(payload[SAVE_ID].items())}
     staged = Path(str(getattr(metadata.storage_meta, "checkpoint_id", None) or ""))
     if staged.parent.name == STAGING_NAME:
-        found["the metadata"] = save_id_of(staged)
+        found["the metadata"] = staged.name
     _refuse_mixture(found, directory)
     first: str = next(iter(found.values()))
     return first

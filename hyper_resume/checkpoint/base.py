@@ -4,11 +4,50 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
 C = TypeVar("C", bound="type[CheckpointerBase]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveEvent:
+    """What a save has reached.
+
+    ``staged``: the state at the call is safe from later changes. ``written``: every rank's bytes are on the device, under a
+    name that does not count yet. ``durable``: it is committed, survives a power cut, and LATEST means it; retention deletes
+    after that. ``failed``: it was given up. ``seconds`` counts from the call of ``save``; ``at`` is UTC, ISO 8601.
+    """
+
+    state: Literal["staged", "written", "durable", "failed"]
+    global_step: int
+    path: str
+    seconds: float
+    at: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What the last load of this rank found.
+
+    ``saved`` and ``loaded`` are digests by bucket of this rank's part: at the save, and of what was read. ``saved`` is empty
+    where the checkpoint has none, or was saved by another number of ranks or on another mesh. ``unread`` names entries of the
+    checkpoint that nothing asked for.
+    """
+
+    path: str
+    step: int | None
+    verified: Literal["digest", "size", "no manifest"]
+    saved: Mapping[str, str]
+    loaded: Mapping[str, str]
+    unread: tuple[str, ...]
+
+
+Listener = Callable[[SaveEvent], None]
+# (state as read, this rank's training state) -> None, or an error.
+LoadCheck = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 
 
 class CheckpointerBase(ABC):
@@ -16,7 +55,19 @@ class CheckpointerBase(ABC):
 
     A payload is ``{"model": {...}, "optimizer": {...}, "extra_state": {...}}``, each part optional. ``save`` and ``load``
     are collective: every rank calls them in the same order.
+
+    Attributes:
+        check_loaded: where it is set, a backend that reads into buffers of its own calls it on every rank with what was read,
+            before it writes to ``state``; what it raises is raised on all ranks, and nothing of ``state`` is changed.
+        last_buckets: bucket -> digest of this rank's part, as the last save took it; None before the first.
+        last_load: see :class:`LoadReport`; None before the first load, and where the backend does not say.
     """
+
+    listeners: tuple[Listener, ...] = ()
+    check_loaded: LoadCheck | None = None
+    last_buckets: Mapping[str, str] | None = None
+    last_load: LoadReport | None = None
+    takes_metrics: ClassVar[bool] = False
 
     @abstractmethod
     def save(self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False) -> None:
@@ -42,6 +93,21 @@ class CheckpointerBase(ABC):
             strict_model: a model key that the checkpoint lacks is an error.
             extra_state_skeleton: the keys of the training state that must be read back; None reads none and returns
                 an empty dict.
+        """
+
+    def add_listener(self, listener: Listener) -> None:
+        """Tell ``listener`` of every :class:`SaveEvent`, on every rank, in the thread where it happens."""
+        self.listeners = (*self.listeners, listener)
+
+    def begin_run(self, checkpoint_dir: str, *, restored_from: str | None) -> None:  # noqa: B027  optional
+        """Say, once and on every rank, that this run will save below ``checkpoint_dir``.
+
+        Args:
+            checkpoint_dir: the root.
+            restored_from: the step directory that the run goes on from; None for a start from scratch.
+
+        Raises:
+            CheckpointLockedError: another run saves there.
         """
 
     def maybe_wait_for_async_save(self) -> None:

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hyper_resume import collective
 from hyper_resume.checkpoint import extra_state as extra
-from hyper_resume.checkpoint import layout
-from hyper_resume.checkpoint.attempt import SAVE_ID, check_training_state, mark_shards, read_save_id, save_id_of
-from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase
+from hyper_resume.checkpoint import layout, lineage, loading, safe_load, saving
+from hyper_resume.checkpoint.attempt import SAVE_ID, check_training_state, mark_shards, read_save_id
+from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase, LoadReport
+from hyper_resume.checkpoint.filesystem import ShardWriter
+from hyper_resume.checkpoint.manifest import FileEntry, Manifest
 from hyper_resume.checkpoint.planner import MODEL_BUCKET, check_model_entries
-from hyper_resume.checkpoint.reading import check_shards, load_entries, read_metadata
-from hyper_resume.errors import CheckpointMismatchError, CheckpointSaveError, describe
+from hyper_resume.checkpoint.reading import load_entries, read_metadata
+from hyper_resume.checkpoint.retention import Retention
+from hyper_resume.checkpoint.root import WritableRoot
+from hyper_resume.checkpoint.saving import Attempt, draft_manifest, mesh_of
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError, describe
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,69 +45,128 @@ class DistributedCheckpointer(CheckpointerBase):
     a gloo group of its own, so that a save in the background never meets a collective of the training loop.
     """
 
-    def __init__(self, *, extra_state_per_rank: bool = True) -> None:
-        """Choose the layout of the training state for saves; loads find out by looking."""
+    takes_metrics = True
+
+    def __init__(
+        self,
+        *,
+        extra_state_per_rank: bool = True,
+        verify: Literal["digest", "size"] = "digest",
+        async_mode: Literal["thread", "process"] = "thread",
+        retention: Retention | None = None,
+    ) -> None:
+        """Choose how to save and load.
+
+        Args:
+            extra_state_per_rank: the layout of the training state for saves; loads find out by looking.
+            verify: what a load checks of every file before it touches anything.
+            async_mode: where an asynchronous save is written.
+            retention: which step directories stay; None keeps all.
+        """
         self._extra_state_per_rank = extra_state_per_rank
+        self._verify = verify
+        self._async_mode = async_mode
         self._own_group: dist.ProcessGroup | None = None
         self._in_flight: Future[None] | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hyper_resume-save")
-        self._swept: set[Path] = set()
+        self._root = WritableRoot(retention or Retention())
+        # The step directory that was found and verified last, with its manifest, so that its load does not do it again.
+        self._proved: _Proved | None = None
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
-    def save(self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False) -> None:
+    def begin_run(self, checkpoint_dir: str, *, restored_from: str | None) -> None:
+        """Take the root, clear what dead saves left, and point LATEST to where this run starts.
+
+        Raises:
+            CheckpointLockedError: another run saves there, on every rank.
+        """
+        source = None if restored_from is None else Path(restored_from)
+        collective.on_rank_zero(lambda: self._root.begin(Path(checkpoint_dir), source), self._group())
+
+    def save(
+        self,
+        path: str,
+        state: dict[str, Any],
+        *,
+        global_step: int,
+        save_async: bool = False,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
         """Write ``state`` as the step directory ``path``; every rank calls it.
 
         1. all ranks: wait for the save in flight; 2. rank 0: makes the staging directory; 3. each rank: writes its own
-        training state and, through DCP, its shards; 4. barrier; 5. rank 0: renames staging to ``path`` and moves the
-        pointer; 6. barrier. With ``save_async`` 3 (shards) to 6 run in a thread, on a copy of the state. The pointer names
-        ``global_step_N`` directories only, so a ``path`` of another name is committed and the pointer stays.
+        training state and, through DCP, its shards; 4. rank 0: writes ``.metadata`` and the manifest; 5. barrier; 6. rank 0:
+        commits by one rename and moves the pointer; 7. barrier. With ``save_async`` 3 (shards) to 7 run in the background, on
+        a copy of the state. The pointer names ``global_step_N`` directories only, so a ``path`` of another name is committed
+        and the pointer stays. ``metrics`` go into the manifest, for retention.
 
         Raises:
             CheckpointSaveError: on every rank; nothing was published and earlier checkpoints are untouched. A failure of the
                 save in flight is raised before this one begins.
             StateNotPlainError: the state holds something that can't be read back safely; nothing was written.
         """
+        started = time.perf_counter()
         self.maybe_wait_for_async_save()
         target = Path(path)
         group = self._group()
+        self._proved = None
         payload = collective.agree(lambda: extra.plain_state(_mark_training_state(state, global_step)), group)
         training_state = payload.pop(extra.PAYLOAD_KEY, None)
-        staging: Path | None = None
+        attempt: Attempt | None = None
         try:
-            staging = collective.on_rank_zero(lambda: self._prepare(target), group)
-            self._stage_training_state(training_state, staging, payload)
+            attempt = self._begin_attempt(target, global_step, started)
+            writer = self._prepare_writer(attempt, payload, training_state, metrics or {})
             if save_async:
-                self._start_background(payload, staging, target, global_step)
+                self._start_background(payload, writer, attempt)
             else:
-                self._dcp(lambda: dcp_save(payload, checkpoint_id=staging, **self._distribution()), target)
-                self._finalize_checkpoint(staging, target, global_step)
+                attempt.reached("staged")
+                self._dcp(lambda: dcp_save(payload, storage_writer=writer, **self._distribution()), target)
+                self._publish(attempt)
         except Exception as error:  # noqa: BLE001  raised again by _fail
-            self._fail(error, staging, target)
+            self._fail(error, attempt, target)
 
-    def _stage_training_state(
-        self, training_state: dict[str, Any] | None, staging: Path, payload: dict[str, Any]
-    ) -> None:
-        """Write this rank's file, or add the training state to what DCP will write."""
-        rank, save_id = collective.rank(), save_id_of(staging)
-        mark_shards(payload, save_id, rank)
-        if training_state is not None:
-            training_state[SAVE_ID] = save_id
+    def _begin_attempt(self, target: Path, global_step: int, started: float) -> Attempt:
+        attempt = collective.on_rank_zero(lambda: self._root.new_attempt(target, global_step), self._group())
+        return replace(attempt, listeners=self.listeners, started=started)
+
+    def _prepare_writer(
+        self,
+        attempt: Attempt,
+        payload: dict[str, Any],
+        training_state: dict[str, Any] | None,
+        metrics: Mapping[str, float],
+    ) -> ShardWriter:
+        """Digest the state as it is now, write this rank's training state, and tell rank 0 of both for the manifest."""
+        group, rank = self._group(), collective.rank()
+        mesh = mesh_of(payload)
+        buckets: dict[str, str] = {}
+        files: dict[str, FileEntry] = {}
 
         def write() -> None:
-            self._check_shared(staging)
+            self._check_shared(attempt.staging)
+            flat, _ = flatten_state_dict(payload)
+            buckets.update({**loading.bucket_digests(flat), **extra.bucket_digests(training_state or {})})
+            if training_state is not None:
+                training_state[SAVE_ID] = attempt.save_id
             if training_state is not None and self._extra_state_per_rank:
-                extra.write_file(staging, rank, extra.encode(training_state))
+                files[extra.file_name(rank)] = extra.write_file(attempt.staging, rank, extra.encode(training_state))
 
-        collective.agree(write, self._group())
+        collective.agree(write, group)
+        mark_shards(payload, attempt.save_id, rank)
         if training_state is not None and not self._extra_state_per_rank:
             payload[extra.PAYLOAD_KEY] = extra.embed(training_state, rank)
-
-    def _prepare(self, target: Path) -> Path:
-        if target.parent not in self._swept:
-            layout.sweep_staging(target.parent)
-            self._swept.add(target.parent)
-        return layout.new_staging_directory(target)
+        of_ranks = collective.gather((files, buckets), group)
+        self.last_buckets = buckets
+        draft = draft_manifest(
+            attempt,
+            world_size=collective.world_size(),
+            mesh=mesh,
+            files={name: entry for found, _ in of_ranks for name, entry in found.items()},
+            buckets={str(index): found for index, (_, found) in enumerate(of_ranks)},
+            metrics=metrics,
+        )
+        return ShardWriter(attempt.staging, draft)
 
     def _check_shared(self, staging: Path) -> None:
         if not staging.is_dir():
@@ -114,41 +180,52 @@ class DistributedCheckpointer(CheckpointerBase):
                 )
             )
 
-    def _start_background(self, payload: dict[str, Any], staging: Path, target: Path, global_step: int) -> None:
+    def _start_background(self, payload: dict[str, Any], writer: ShardWriter, attempt: Attempt) -> None:
+        group, target = self._group(), attempt.target
+        kind = AsyncCheckpointerType.THREAD
+        if self._async_mode == "process":
+            if collective.is_distributed():
+                kind = AsyncCheckpointerType.PROCESS
+            else:
+                logger.warning(
+                    "async_mode process needs a process group (torchrun makes one): saving in a thread instead"
+                )
+
         def start() -> Any:
-            return dcp_async_save(payload, checkpoint_id=staging, process_group=self._group())
+            distribution = self._distribution()
+            return dcp_async_save(payload, storage_writer=writer, async_checkpointer_type=kind, **distribution)
 
         response = self._dcp(start, target)
         upload: Future[Any] = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+        attempt.reached("staged")
 
         def finish() -> None:
             try:
-                self._dcp(upload.result, target)
-                self._finalize_checkpoint(staging, target, global_step)
+                # A process of one rank that dies may leave the others' with a result, so it has to be agreed on.
+                collective.agree(lambda: self._dcp(upload.result, target), group)
+                self._publish(attempt)
             except Exception as error:  # noqa: BLE001  raised again, at the next save or wait
-                self._fail(error, staging, target)
+                if kind == AsyncCheckpointerType.PROCESS:
+                    saving.end_save_process()
+                self._fail(error, attempt, target)
 
         self._in_flight = self._background.submit(finish)
 
-    def _finalize_checkpoint(self, staging: Path, target: Path, global_step: int) -> None:
-        """Publish in three steps: barrier, rank 0 commits and moves the pointer, barrier.
+    def _publish(self, attempt: Attempt) -> None:
+        group, root = self._group(), self._root
+        aside = saving.commit(attempt, group)
+        root.note_durable(attempt)
+        saving.announce(attempt, group)
+        saving.clear(attempt, aside, root.retention, root.protected, group)
+        root.note_ended(attempt)
 
-        The first barrier keeps the pointer off a checkpoint that some rank still writes; the second (inside
-        ``on_rank_zero``) keeps every rank from reading before the publication is done.
-        """
-        group = self._group()
-        collective.barrier(group)
-
-        def publish() -> None:
-            layout.commit(staging, target)
-            _move_pointer(target, global_step)
-
-        collective.on_rank_zero(publish, group)
-
-    def _fail(self, error: Exception, staging: Path | None, target: Path) -> NoReturn:
+    def _fail(self, error: Exception, attempt: Attempt | None, target: Path) -> NoReturn:
         """Clear away what was staged and raise ``error`` as a CheckpointSaveError."""
-        if staging is not None and collective.rank() == 0:
-            layout.discard(staging)
+        if attempt is not None:
+            attempt.reached("failed")
+            self._root.note_ended(attempt)
+            if collective.rank() == 0:
+                layout.discard(attempt.staging)
         if isinstance(error, CheckpointSaveError):
             raise error
         raise _save_error(str(target), error) from error
@@ -180,8 +257,9 @@ class DistributedCheckpointer(CheckpointerBase):
     ) -> dict[str, Any]:
         """Fill ``state`` in place from ``path``; every rank calls it.
 
-        Everything that can be checked without reading tensors is checked first, the training state is read next, and only
-        then are the live tensors written.
+        1. all ranks: the files are held against the manifest, and the entries against what is asked for; 2. each rank: reads
+        its training state, and its part of the tensors into buffers; 3. all ranks: digests of what was read against those of
+        the save, and ``check_loaded``; 4. each rank: writes to ``state``. An error before 4 leaves ``state`` as it was.
 
         Returns:
             this rank's training state, or {} when ``extra_state_skeleton`` is None. After a change of the world size it
@@ -189,27 +267,76 @@ class DistributedCheckpointer(CheckpointerBase):
 
         Raises:
             CheckpointNotFoundError: no such checkpoint, or no training state in it, or only a part of what is asked for.
-            CheckpointMismatchError: missing model key, another shape or type, parts of different steps or saves.
+            CheckpointMismatchError: damaged; missing model key; another shape or type; parts of different steps or saves.
         """
         self.maybe_wait_for_async_save()
         directory, group = Path(path), self._group()
-        metadata = collective.agree(lambda: read_metadata(directory), group)
-        collective.on_rank_zero(lambda: check_shards(directory, metadata), group)
-        save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata), group)
+        with_training_state = extra_state_skeleton is not None
+        manifest = self._verified(directory, training_state=with_training_state)
+        self._proved = None
+        metadata = collective.agree(lambda: read_metadata(directory, manifest), group)
+        collective.on_rank_zero(lambda: safe_load.check_extents(directory, metadata), group)
+        save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata, manifest), group)
         model, _ = flatten_state_dict({MODEL_BUCKET: state.get(MODEL_BUCKET, {})})
         collective.agree(lambda: check_model_entries(model, metadata, strict=strict_model, where=path), group)
         training_state: dict[str, Any] = {}
         if extra_state_skeleton is not None:
-            training_state = self._read_extra_state(directory, metadata)
+            training_state = self._read_extra_state(directory, metadata, manifest)
             collective.agree(lambda: check_training_state(training_state, save_id, directory), group)
             lacking = sorted(set(extra_state_skeleton) - set(training_state))
             collective.agree(lambda: extra.refuse_part(path, lacking), group)
-        self._dcp_load(state, directory, strict_model=strict_model)
+        buffers = collective.agree(lambda: loading.Buffers(state, metadata), group)
+        collective.agree(lambda: buffers.refuse_other_kinds(metadata, path), group)
+        self._dcp_load(buffers.flat, directory, metadata, strict_model=strict_model)
+        self._accept(path, buffers, training_state, manifest, state)
+        collective.agree(buffers.fill, group)
         return training_state
 
-    def _read_extra_state(self, directory: Path, metadata: Metadata) -> dict[str, Any]:
+    def _verified(self, directory: Path, *, training_state: bool) -> Manifest | None:
+        """Verify what this process has not just verified, while it looked for the newest good one or asked what is in it."""
+        parts: set[loading.Part] = {"weights", "training state"} if training_state else {"weights"}
+        proved = self._proved
+        if proved is None or proved.directory != directory.absolute():
+            proved = _Proved(directory=directory.absolute())
+        if not parts <= proved.parts:
+            proved.manifest = loading.verify(directory, self._verify, self._group(), parts=parts - proved.parts)
+            proved.parts |= parts
+        self._proved = proved
+        return proved.manifest
+
+    def _accept(
+        self,
+        path: str,
+        buffers: loading.Buffers,
+        training_state: dict[str, Any],
+        manifest: Manifest | None,
+        state: dict[str, Any],
+    ) -> None:
+        """Refuse, on every rank, what was read otherwise than it was saved, and what the caller does not take."""
+        group = self._group()
+        saved = loading.saved_digests(manifest, mesh_of(state))
+
+        def check() -> dict[str, str]:
+            found = {**buffers.digests(), **extra.bucket_digests(training_state)}
+            whole = set(found) - {name.split(".", 1)[0] for name in buffers.unread + buffers.missing}
+            loading.compare_digests(saved, found, whole, path)
+            if self.check_loaded is not None:
+                self.check_loaded(buffers.nested(), training_state)
+            return found
+
+        loaded = collective.agree(check, group)
+        self.last_load = LoadReport(
+            path=path,
+            step=None if manifest is None else manifest.step,
+            verified="no manifest" if manifest is None else self._verify,
+            saved=saved,
+            loaded=loaded,
+            unread=_common(collective.gather(buffers.unread, group)),
+        )
+
+    def _read_extra_state(self, directory: Path, metadata: Metadata, manifest: Manifest | None) -> dict[str, Any]:
         group, rank, world_size = self._group(), collective.rank(), collective.world_size()
-        found = collective.on_rank_zero(lambda: extra.detect(directory, metadata), group)
+        found = collective.on_rank_zero(lambda: extra.detect(directory, metadata, manifest), group)
         probe = self._read_one(directory, metadata, found, found.ranks[0])
         if probe["world_size"] == world_size:
             state = self._read_one(directory, metadata, found, rank)
@@ -247,23 +374,39 @@ class DistributedCheckpointer(CheckpointerBase):
         if found.kind == "per_rank":
             return collective.agree(lambda: extra.read_file(directory, rank), group)
         skeleton = {extra.PAYLOAD_KEY: extra.embedded_skeleton(metadata, rank)}
-        self._dcp_load(skeleton, directory, strict_model=True)
+        self._dcp_load(skeleton, directory, metadata, strict_model=True)
         loaded = skeleton[extra.PAYLOAD_KEY]
         return collective.agree(lambda: extra.unwrap_embedded(loaded, rank, str(directory)), group)
 
-    def _dcp_load(self, state: dict[str, Any], directory: Path, *, strict_model: bool) -> None:
-        load_entries(state, directory, strict_model=strict_model, **self._distribution())
+    def _dcp_load(self, state: dict[str, Any], directory: Path, metadata: Metadata, *, strict_model: bool) -> None:
+        load_entries(state, directory, strict_model=strict_model, metadata=metadata, **self._distribution())
 
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
-        """Return the newest complete step directory, as rank 0 sees it, on every rank (None: there is none).
+        """Return the newest verified step directory of this root's lineage, as rank 0 sees it, on every rank.
+
+        Each newer one that is passed over is warned of with its reason.
+
+        Returns:
+            None where nothing was ever published (no pointer, no step directory that is complete).
 
         Raises:
-            CheckpointNotFoundError: a pointer is there, yet no complete step directory is.
+            CheckpointNotFoundError: something was published, yet none of it is good; or ``checkpoint_dir`` is a file.
             CheckpointSaveError: the save in flight, which is waited for, failed.
         """
         self.maybe_wait_for_async_save()
-        found = collective.on_rank_zero(lambda: layout.find_latest(Path(checkpoint_dir)), self._group())
-        return None if found is None else str(found)
+        root, group = Path(checkpoint_dir), self._group()
+        order = collective.on_rank_zero(lambda: lineage.in_order(root), group)
+        complaints: list[str] = []
+        for directory in order.directories:
+            try:
+                self._verified(directory, training_state=True)
+            except (CheckpointMismatchError, CheckpointNotFoundError) as error:
+                complaints.append(f"{directory.name}: {error}")
+                logger.warning("passing over %s: %s", directory, error)
+                continue
+            return str(directory)
+        collective.on_rank_zero(lambda: lineage.refuse_if_published(root, order, complaints), group)
+        return None
 
     def describe(self, path: str) -> dict[str, torch.Tensor | None]:
         """Return each entry's shape and type as a meta tensor (None for an entry that is no tensor).
@@ -274,7 +417,10 @@ class DistributedCheckpointer(CheckpointerBase):
             CheckpointSaveError: the save in flight, which is waited for, failed.
         """
         self.maybe_wait_for_async_save()
-        metadata = collective.agree(lambda: read_metadata(Path(path)), self._group())
+        directory = Path(path)
+        # In the order of a load: what is damaged is called so, and not taken for a description.
+        manifest = self._verified(directory, training_state=False)
+        metadata = collective.agree(lambda: read_metadata(directory, manifest), self._group())
         return {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             if isinstance(entry, TensorStorageMetadata)
@@ -300,6 +446,20 @@ class DistributedCheckpointer(CheckpointerBase):
             raise _save_error(str(target), error) from error
 
 
+def _common(of_ranks: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return what is in all of them: an entry that one rank asks for is read, whatever the others ask for."""
+    return tuple(sorted(set(of_ranks[0]).intersection(*of_ranks[1:])))
+
+
+@dataclass
+class _Proved:
+    """What was verified last, so that the load that follows does not read it once more. Dropped by a load and a save."""
+
+    directory: Path
+    manifest: Manifest | None = None
+    parts: set[loading.Part] = field(default_factory=set)
+
+
 def _mark_training_state(state: dict[str, Any], global_step: int) -> dict[str, Any]:
     """Return ``state`` with rank, world size, step and format version in its training state, if it has one."""
     if extra.PAYLOAD_KEY not in state:
@@ -311,28 +471,6 @@ def _mark_training_state(state: dict[str, Any], global_step: int) -> dict[str, A
         "global_step": global_step,
     }
     return {**state, extra.PAYLOAD_KEY: {**mark, **state[extra.PAYLOAD_KEY]}}
-
-
-def _move_pointer(target: Path, global_step: int) -> None:
-    """Make the pointer name ``target``, which is committed already.
-
-    Raises:
-        CheckpointSaveError: the pointer can't be replaced; says that the checkpoint itself is there.
-    """
-    if target.name != layout.step_directory_name(global_step):
-        logger.warning("%s is not named %s: LATEST will not find it", target, layout.step_directory_name(global_step))
-        return
-    try:
-        layout.write_pointer(target.parent, global_step)
-    except OSError as error:
-        raise CheckpointSaveError(
-            describe(
-                "the checkpoint is complete, but the pointer could not be moved to it",
-                where=str(target.parent / layout.POINTER_NAME),
-                found=f"{type(error).__name__}: {error}",
-                do=f"mend the cause; checkpoint.restore_from={target} resumes from it meanwhile",
-            )
-        ) from error
 
 
 def _save_error(path: str, error: BaseException) -> CheckpointSaveError:

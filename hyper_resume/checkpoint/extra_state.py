@@ -9,8 +9,8 @@ Both hold tensors and plain values only and are read with ``weights_only=True``.
 
 from __future__ import annotations
 
+import contextlib
 import io
-import os
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -21,8 +21,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
 
-from hyper_resume.checkpoint.reading import reason_of
+from hyper_resume import digest
+from hyper_resume.checkpoint import operations, safe_load
+from hyper_resume.checkpoint.manifest import FileEntry, Manifest
 from hyper_resume.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -37,9 +40,15 @@ PAYLOAD_KEY = "extra_state"
 # nothing was read.
 UNRESTORED_STEP = -1
 
+# What marks a training state as one rank's of one save; no bucket of the trainer.
+MARKS = frozenset({"format_version", "rank", "world_size", "save_id"})
+PROGRESS = "progress"
+_PROGRESS_KEYS = frozenset({"global_step", "epoch", "epoch_ended"})
+
 _FILE = re.compile(r"extra_state_rank_([0-9]+)\.pt")
 _EMBEDDED = re.compile(r"extra_state\.rank_([0-9]+)\.(.+)")
 # torch.load(weights_only=True) reads whole numbers of up to 255 bytes, sign included.
+_MOST_FILE_BYTES = 4 << 30
 _INT_BITS = 255 * 8 - 1
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, torch.Size, torch.device)
 
@@ -52,9 +61,14 @@ class ExtraStateLayout:
     ranks: tuple[int, ...]
 
 
+def file_name(rank: int) -> str:
+    """Return the path of one rank's file below the step directory."""
+    return f"{DIRECTORY_NAME}/extra_state_rank_{rank}.pt"
+
+
 def file_path(step_directory: Path, rank: int) -> Path:
     """Return the path of one rank's file."""
-    return step_directory / DIRECTORY_NAME / f"extra_state_rank_{rank}.pt"
+    return step_directory / file_name(rank)
 
 
 def embedded_key(rank: int) -> str:
@@ -65,8 +79,9 @@ def embedded_key(rank: int) -> str:
 def plain_state(value: Any, where: str = "") -> Any:
     """Return ``value`` as ``torch.load(weights_only=True)`` will read it back; containers are new, tensors the same.
 
-    NumPy's float64, integers and booleans become Python's, which compute alike (a schedule that calls ``np.cos`` leaves
-    them in learning rates). Anything else that is no plain value is refused.
+    What could be written but not be read again is refused now, not when it is missed: a sharded tensor in a training state
+    too, whose mesh no file can hold. NumPy's float64, integers and booleans become Python's, which compute alike (a schedule
+    that calls ``np.cos`` leaves them in learning rates).
 
     Raises:
         StateNotPlainError: names the path inside the state and the type that was found.
@@ -80,13 +95,13 @@ def plain_state(value: Any, where: str = "") -> Any:
         return type(value)(plain_state(item, f"{where}[{index}]") for index, item in enumerate(value))
     if isinstance(value, (np.float64, np.integer, np.bool_)):
         return value.item()
-    if not _is_plain_leaf(value):
+    if not _is_plain_leaf(value) or (isinstance(value, DTensor) and where.startswith(f"{PAYLOAD_KEY}.")):
         raise StateNotPlainError(
             describe(
                 "the state holds an object that can't be saved",
                 where=where,
                 expected="tensors, numbers of up to 255 bytes, text, None, and dicts, lists, tuples, sets of them",
-                found=f"{type(value).__module__}.{type(value).__qualname__}",
+                found=_kind_of(value),
                 do="return plain values from that object's state_dict() (numpy arrays: torch.from_numpy)",
             )
         )
@@ -96,7 +111,20 @@ def plain_state(value: Any, where: str = "") -> Any:
 def _is_plain_leaf(value: Any) -> bool:
     if type(value) is int:
         return value.bit_length() <= _INT_BITS
-    return type(value) in _PLAIN or isinstance(value, (torch.Tensor, torch.Size))
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.is_quantized or value.is_nested):
+        return False
+    # torch writes empty bytes as a call of `bytes`, which its own safe reader refuses.
+    return (
+        value != b"" if type(value) is bytes else type(value) in _PLAIN or isinstance(value, (torch.Tensor, torch.Size))
+    )
+
+
+def _kind_of(value: Any) -> str:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, torch.Tensor):
+        kinds = [kind for kind in ("meta", "quantized", "nested") if getattr(value, f"is_{kind}")]
+        return f"{name} ({', '.join(kinds)})" if kinds else name
+    return "empty bytes" if type(value) is bytes else name
 
 
 def encode(extra_state: Mapping[str, Any]) -> bytes:
@@ -106,14 +134,29 @@ def encode(extra_state: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def write_file(step_directory: Path, rank: int, content: bytes) -> None:
-    """Write one rank's file; the directory is made if it is missing."""
+def write_file(step_directory: Path, rank: int, content: bytes) -> FileEntry:
+    """Write one rank's file and bring it to the device; the directory is made if it is missing. Returns its manifest entry."""
     path = file_path(step_directory, rank)
-    path.parent.mkdir(exist_ok=True)
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    with contextlib.suppress(FileExistsError):
+        operations.current().make_directory(path.parent)
+    operations.write_file(path, content)
+    return FileEntry(size_bytes=len(content), digest=digest.digest_bytes([content]), rank=rank)
+
+
+def bucket_of(key: str) -> str:
+    """Return the bucket of a part of the training state: the counters are one, ``progress``."""
+    return PROGRESS if key in _PROGRESS_KEYS else key
+
+
+def bucket_digests(training_state: Mapping[str, Any]) -> dict[str, str]:
+    """Return bucket -> digest of one rank's training state."""
+    buckets: dict[str, Any] = {}
+    for key, value in training_state.items():
+        if bucket_of(key) == PROGRESS:
+            buckets.setdefault(PROGRESS, {})[key] = value
+        elif key not in MARKS:
+            buckets[key] = value
+    return {bucket: digest.state_text(value) for bucket, value in buckets.items()}
 
 
 def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
@@ -125,7 +168,7 @@ def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
     """
     path = file_path(step_directory, rank)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        content = operations.read_bytes(path, _MOST_FILE_BYTES)
     except FileNotFoundError:
         raise CheckpointNotFoundError(
             describe(
@@ -136,16 +179,16 @@ def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
                 do="restore the file, or set checkpoint.restore_train_state=false to load weights only",
             )
         ) from None
-    except Exception as error:
+    except OSError as error:
         raise CheckpointMismatchError(
             describe(
                 "an extra_state file can't be read",
                 where=str(path),
-                found=reason_of(error),
+                found=f"{type(error).__name__}: {error}",
                 do="restore the file from a copy, or resume from another checkpoint",
             )
         ) from error
-    return checked_format(state, str(path), rank)
+    return checked_format(safe_load.load_plain(content, str(path)), str(path), rank)
 
 
 def embed(extra_state: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -238,14 +281,19 @@ def refuse_part(where: str, lacking: list[str]) -> None:
         )
 
 
-def detect(step_directory: Path, metadata: Metadata) -> ExtraStateLayout:
+def detect(step_directory: Path, metadata: Metadata, manifest: Manifest | None = None) -> ExtraStateLayout:
     """Find out which layout the step directory has, whatever the current configuration says.
+
+    Where there is a manifest only its files count: one that another save left in the folder does not.
 
     Raises:
         CheckpointNotFoundError: it has neither.
     """
     folder = step_directory / DIRECTORY_NAME
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    if manifest is not None:
+        names = [name.removeprefix(f"{DIRECTORY_NAME}/") for name in manifest.files]
+    else:
+        names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     file_ranks = sorted(int(match.group(1)) for match in map(_FILE.fullmatch, names) if match)
     if file_ranks:
         return ExtraStateLayout(kind="per_rank", ranks=tuple(file_ranks))

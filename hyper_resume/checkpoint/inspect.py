@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.checkpoint.attempt import SAVE_ID
 from hyper_resume.checkpoint.layout import parse_step
+from hyper_resume.checkpoint.manifest import read_manifest
 from hyper_resume.checkpoint.reading import load_entries, read_metadata
 from hyper_resume.errors import CheckpointNotFoundError
 
@@ -73,12 +74,12 @@ def inspect_step_directory(path: str | Path) -> Inspection:
     metadata = read_metadata(directory)
     files = [file for file in directory.rglob("*") if file.is_file()]
     try:
-        layout = extra.detect(directory, metadata)
+        layout = extra.detect(directory, metadata, read_manifest(directory))
     except CheckpointNotFoundError:
         kind, ranks = "none", []
     else:
         kind = layout.kind
-        ranks = [_rank_summary(_read_rank(directory, metadata, layout, rank)) for rank in layout.ranks]
+        ranks = [_rank_summary(read_training_state(directory, metadata, layout, rank)) for rank in layout.ranks]
     return Inspection(
         path=str(directory),
         step=parse_step(directory.resolve().name),
@@ -117,7 +118,10 @@ def _summarise(bucket: str, entries: list[Any]) -> BucketSummary:
     )
 
 
-def _read_rank(directory: Path, metadata: Metadata, layout: extra.ExtraStateLayout, rank: int) -> dict[str, Any]:
+def read_training_state(
+    directory: Path, metadata: Metadata, layout: extra.ExtraStateLayout, rank: int
+) -> dict[str, Any]:
+    """Read one rank's training state, in whichever layout, in this process alone."""
     if layout.kind == "per_rank":
         return extra.read_file(directory, rank)
     skeleton = {extra.PAYLOAD_KEY: extra.embedded_skeleton(metadata, rank)}

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from hyper_resume.checkpoint import safe_load
 from hyper_resume.errors import CheckpointMismatchError, describe
 
 MODEL_BUCKET = "model"
@@ -90,4 +91,4 @@ class _ModelStrictLoadPlanner(DefaultLoadPlanner):
         for part in path[:-1]:
             container = container[part]
         # One rank wrote the entry and any rank may read it, so a device in it says nothing about where it belongs.
-        container[path[-1]] = torch.load(value, map_location="cpu", weights_only=True)
+        container[path[-1]] = safe_load.load_plain(value.getvalue(), f"{self._where}, entry {read_item.dest_index.fqn}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,12 +47,21 @@ def _above_zero(*names: str) -> tuple[Check, ...]:
     )
 
 
+_CATCHABLE = {name for name in signal.Signals.__members__ if name not in ("SIGKILL", "SIGSTOP")}
+
 CHECKS: tuple[Check, ...] = (
     *_at_least(0, "checkpoint.save_steps", "checkpoint.save_epochs", "data.num_workers", "lr_scheduler.warmup_steps"),
     *_at_least(0, "optimizer.lr", "optimizer.muon_lr", "optimizer.weight_decay", "model.lora.rank"),
     *_at_least(1, "data.seq_length", "data.batch_size", "data.max_samples", "data.prefetch_batches"),
     *_at_least(1, "training.num_train_epochs", "training.max_steps", "training.gradient_accumulation_steps"),
     *_at_least(1, "accelerator.tp_size", "lr_scheduler.decay_steps"),
+    *_at_least(1, "checkpoint.keep_last", "checkpoint.keep_every"),
+    *_at_least(0, "checkpoint.keep_best"),
+    Check(
+        fields=("checkpoint.preemption_signals",),
+        holds=lambda names: all(name in _CATCHABLE for name in names),
+        expected="names of signals that a process can catch, such as SIGTERM or SIGUSR1",
+    ),
     *_above_zero("accelerator.timeout_seconds", "optimizer.eps", "training.max_grad_norm"),
     Check(fields=("data.token_noise",), holds=lambda share: 0 <= share < 1, expected="a share from 0 to below 1"),
     Check(

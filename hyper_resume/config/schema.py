@@ -14,7 +14,14 @@ from typing import Any, Literal
 class CheckpointingConfig:
     """The ``checkpoint:`` block (specification 5.1). ``save_ckpt`` governs writing only, ``restore_from`` reading only.
 
-    The last four fields are reserved for the Hugging Face export and have no effect yet; setting one warns.
+    ``async_mode`` says where an asynchronous save is written. ``verify`` is what a load checks before it touches anything: the
+    size of every file, or its digest too. ``on_mismatch: error`` refuses what a restore else only warns of (specification
+    9.3). Retention: with any of ``keep_last``, ``keep_every`` (steps) and ``keep_best`` set, a step directory that none of
+    them keeps is deleted once a newer one is durable; ``keep_best`` ranks them by ``keep_best_metric``. On one of
+    ``preemption_signals`` all ranks save at the next step edge and leave with exit code 75; empty turns that off.
+
+    ``model_save_format`` to ``best_metric_key`` are reserved for the Hugging Face export and have no effect yet; setting one
+    warns. What follows them goes beyond the specification.
     """
 
     save_ckpt: bool = True
@@ -33,6 +40,15 @@ class CheckpointingConfig:
     save_consolidated: Literal["none", "final", "every"] = "final"
     staging_dir: str | None = None
     best_metric_key: str = "default"
+    async_mode: Literal["thread", "process"] = "thread"
+    verify: Literal["digest", "size"] = "digest"
+    on_mismatch: Literal["warn", "error"] = "warn"
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int = 0
+    keep_best_metric: str = "loss"
+    keep_best_mode: Literal["min", "max"] = "min"
+    preemption_signals: tuple[str, ...] = ("SIGTERM",)
 
 
 RESERVED_CHECKPOINT_FIELDS = ("model_save_format", "save_consolidated", "staging_dir", "best_metric_key")

@@ -22,6 +22,9 @@ from hyper_resume.errors import describe
 MAX_DEPTH = 64
 """Deepest nesting that is read; far above any configuration, below what the validator and Python's stack take."""
 
+MAX_NODES = 100_000
+"""Most values that a file may unfold to. A few lines of aliases of aliases make billions."""
+
 _TAG = "tag:yaml.org,2002:"
 _SCALAR_TAGS = frozenset(_TAG + name for name in ("null", "bool", "int", "float", "str"))
 _KEPT_RESOLVERS = frozenset(_TAG + name for name in ("null", "bool", "merge"))
@@ -188,6 +191,8 @@ class _TreeBuilder:
         self._origin_of = origin_of
         self._built: dict[int, Located] = {}
         self._open: set[int] = set()
+        # How much each node unfolds to, references followed; by identity, as the nodes live as long as this does.
+        self._sizes: dict[int, int] = {}
 
     def find_duplicate_keys(self, root: yaml.Node) -> None:
         """Report keys written twice in one mapping.
@@ -207,6 +212,10 @@ class _TreeBuilder:
 
     def build(self, node: yaml.Node, depth: int = 1) -> Located:
         """Build one node; a node that several aliases name is built once."""
+        if self._size(node) > MAX_NODES:
+            return self._refuse(
+                node, describe("aliases that unfold without end", expected=f"at most {MAX_NODES} values")
+            )
         if id(node) in self._built:
             return self._built[id(node)]
         if id(node) in self._open:
@@ -226,6 +235,17 @@ class _TreeBuilder:
         self._open.discard(id(node))
         self._built[id(node)] = built
         return built
+
+    def _size(self, node: yaml.Node) -> int:
+        """How many values a node stands for, at most ``MAX_NODES`` + 1; a merge counts as often as it is written."""
+        if id(node) not in self._sizes:
+            self._sizes[id(node)] = 1  # what it is inside of itself, which ``build`` refuses
+            size = 1
+            if isinstance(node, yaml.CollectionNode):
+                for part in node.value:
+                    size += sum(map(self._size, part)) if isinstance(part, tuple) else self._size(part)
+            self._sizes[id(node)] = min(size, MAX_NODES + 1)
+        return self._sizes[id(node)]
 
     def _build_mapping(self, node: yaml.MappingNode, depth: int) -> Located:
         self._loader.flatten_mapping(node)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from contextlib import ExitStack
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -21,15 +23,34 @@ def collect_dataloader(data_iterator: Any, train_dataloader: Any) -> dict[str, A
     return None
 
 
-def apply_dataloader(train_dataloader: Any, saved: dict[str, Any] | None) -> bool:
-    """Set the loader's position; must run before its iterator is made. Returns False when the bucket was skipped."""
-    if saved is None:
-        logger.warning("the checkpoint holds no data position: this epoch is replayed from its start")
+def check_dataloader(train_dataloader: Any, saved: dict[str, Any] | None) -> list[str]:
+    """Return why reading would not go on where the saved run stood; nothing is changed."""
+    skipped = _why_skipped(train_dataloader, saved)
+    if skipped is not None:
+        return [skipped]
+    changes_since = getattr(getattr(train_dataloader, "order", None), "changes_since", None)
+    changes = changes_since(saved) if changes_since is not None else ()
+    return [f"the data has changed since the checkpoint ({'; '.join(changes)})"] if changes else []
+
+
+def apply_dataloader(train_dataloader: Any, saved: dict[str, Any] | None, *, undo: ExitStack | None = None) -> bool:
+    """Set the loader's position; must run before its iterator is made. Returns False when the bucket was skipped.
+
+    A loader warns itself of data that has changed. ``undo`` gets what brings back the position before this call.
+    """
+    skipped = _why_skipped(train_dataloader, saved)
+    if skipped is not None:
+        logger.warning("%s", skipped)
         return False
-    if not hasattr(train_dataloader, "load_state_dict"):
-        logger.warning(
-            "the dataloader has no load_state_dict: its saved position is skipped, this epoch is replayed from its start"
-        )
-        return False
+    if undo is not None and hasattr(train_dataloader, "state_dict"):
+        undo.callback(train_dataloader.load_state_dict, copy.deepcopy(train_dataloader.state_dict()))
     train_dataloader.load_state_dict(saved)
     return True
+
+
+def _why_skipped(train_dataloader: Any, saved: dict[str, Any] | None) -> str | None:
+    if saved is None:
+        return "the checkpoint holds no data position: this epoch is replayed from its start"
+    if not hasattr(train_dataloader, "load_state_dict"):
+        return "the dataloader has no load_state_dict: its saved position is skipped, this epoch is replayed from its start"
+    return None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 # What torch.compile and activation checkpointing put into parameter names; a run with and one without must agree.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+_SHOWN = 5
 
 
 def canonical_name(name: str) -> str:
@@ -16,3 +19,9 @@ def canonical_name(name: str) -> str:
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """Return id(parameter) -> its canonical name; a tied parameter has the name it is met under first."""
     return {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first few of ``names`` for a message, and how many more there are."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from hyper_resume.errors import CheckpointMismatchError, UnsupportedError, describe
+from hyper_resume.state.names import first_names
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,6 @@ _NAMES = "params"
 # Of each saved group: parameter name -> the keys of its state, so that a lost entry is noticed when it is read back.
 _STATE_KEYS = "state_keys"
 _BUCKET = "optimizer"
-_NAMES_SHOWN = 5
 
 
 def flatten_optimizers(optimizer: Any) -> list[Any]:
@@ -170,37 +171,67 @@ def saved_optimizer_count(entries: Entries) -> int:
     return count
 
 
+def check_optimizer_count(optimizers: Sequence[Any], entries: Entries, where: str) -> list[str]:
+    """Return why the checkpoint at ``where`` has another number of optimizers than this run; [] when it has not."""
+    saved = saved_optimizer_count(entries)
+    if saved == 0:
+        return [f"{where} holds no optimizer state: the optimizer starts fresh"]
+    if saved == len(optimizers):
+        return []
+    return [
+        f"the checkpoint holds {saved} optimizers and this run has {len(optimizers)}: "
+        f"pairing the first {min(saved, len(optimizers))}, the others keep their state"
+    ]
+
+
+def check_optimizer_entries(optimizers: Sequence[Any], names: Mapping[int, str], entries: Entries) -> list[str]:
+    """Return which saved state has no place in this run, as the checkpoint's description tells; nothing is changed.
+
+    Args:
+        optimizers: plain optimizers of this run.
+        names: id(parameter) -> name.
+        entries: the checkpoint's flattened entry names.
+    """
+    prefixes = [f"{_BUCKET}.{index}." for index in range(len(optimizers))]
+    unread = [
+        _unread_names(optimizer, names, entries, f"{prefix}state.")
+        for optimizer, prefix in zip(optimizers, prefixes, strict=True)
+    ]
+    return [_UNREAD.format(first_names(of_one)) for of_one in unread if of_one]
+
+
+_UNREAD = "optimizer state of parameters that this optimizer does not have is not restored: {}"
+
+
 def _state_template(optimizer: Any, names: Mapping[int, str], entries: Entries, prefix: str) -> dict[str, Any]:
     live = dict(_named_parameters(optimizer, names))
     state: dict[str, dict[str, Any]] = {}
-    unread: set[str] = set()
     for entry, meta in entries.items():
         if not entry.startswith(prefix):
             continue
         name, _, key = entry.removeprefix(prefix).rpartition(".")
-        if name not in live:
-            unread.add(name)
-            continue
-        state.setdefault(name, {})[key] = _destination(live[name], key, meta)
-    if unread:
-        _report_unread(sorted(unread), bool(state))
-    return state
-
-
-def _report_unread(unread: list[str], some_read: bool) -> None:
-    shown = ", ".join(unread[:_NAMES_SHOWN]) + (
-        f" and {len(unread) - _NAMES_SHOWN} more" if len(unread) > _NAMES_SHOWN else ""
-    )
-    if not some_read:
+        if name in live:
+            state.setdefault(name, {})[key] = _destination(live[name], key, meta)
+    unread = _unread_names(optimizer, names, entries, prefix)
+    if unread and not state:
         raise CheckpointMismatchError(
             describe(
                 "the checkpoint's optimizer state belongs to none of this optimizer's parameters",
                 expected="state under this run's parameter names",
-                found=f"state of {shown}",
+                found=f"state of {first_names(unread)}",
                 do="resume with the optimizer that was saved, or set checkpoint.restore_optimizer=false",
             )
         )
-    logger.warning("optimizer state of parameters that this optimizer does not have is not restored: %s", shown)
+    if unread:
+        logger.warning("%s", _UNREAD.format(first_names(unread)))
+    return state
+
+
+def _unread_names(optimizer: Any, names: Mapping[int, str], entries: Entries, prefix: str) -> list[str]:
+    """Return the names of parameters that have saved state and are not this optimizer's."""
+    live = dict(_named_parameters(optimizer, names))
+    saved = {entry.removeprefix(prefix).rpartition(".")[0] for entry in entries if entry.startswith(prefix)}
+    return sorted(saved - live.keys())
 
 
 def _destination(parameter: torch.Tensor, key: str, meta: torch.Tensor | None) -> Any:
@@ -213,8 +244,38 @@ def _destination(parameter: torch.Tensor, key: str, meta: torch.Tensor | None) -
     return torch.empty(meta.shape, dtype=meta.dtype, device=parameter.device)
 
 
+def check_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded: Mapping[str, Any]) -> list[str]:
+    """Return why the optimizers would not come back as they were saved; nothing is changed.
+
+    A parameter that had no state when it was saved (it never had a gradient) has none afterwards, which is as it was.
+
+    Raises:
+        CheckpointMismatchError: a parameter's saved state is incomplete.
+    """
+    reasons: list[str] = []
+    for index, optimizer in enumerate(optimizers):
+        part = loaded.get(str(index))
+        if part is None:
+            continue
+        saved_groups, state = part[_GROUPS], part["state"]
+        _check_whole(saved_groups, state)
+        reasons += _unmatched_groups(optimizer, names, saved_groups)
+        known = {name for group in saved_groups for name in group[_NAMES]}
+        had_state = {name for group in saved_groups for name in group.get(_STATE_KEYS, ())}
+        own = [name for name, _ in _named_parameters(optimizer, names)]
+        lacking = [name for name in own if name not in state and (name not in known or name in had_state)]
+        if lacking:
+            reasons.append(f"the checkpoint holds no optimizer state of {first_names(lacking)}: it starts fresh")
+    return reasons
+
+
 def apply_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded: Mapping[str, Any]) -> None:
     """Give each optimizer the loaded state and group options; optimizers without a loaded part keep theirs.
+
+    Args:
+        optimizers: plain optimizers.
+        names: id(parameter) -> name.
+        loaded: as :func:`optimizer_template` laid it out, filled.
 
     Raises:
         CheckpointMismatchError: a parameter's saved state is incomplete.
@@ -225,6 +286,8 @@ def apply_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded
             continue
         saved_groups = part[_GROUPS]
         _check_whole(saved_groups, part["state"])
+        for reason in _unmatched_groups(optimizer, names, saved_groups):
+            logger.warning("%s", reason)
         live = dict(_named_parameters(optimizer, names))
         optimizer.state.clear()
         for name, entries in part["state"].items():
@@ -235,6 +298,31 @@ def apply_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded
             if saved is not None:
                 _apply_options(group, saved)
             _place_steps(optimizer, group)
+
+
+def remember_optimizer(optimizer: Any, undo: ExitStack) -> None:
+    """Let ``undo`` bring back the optimizer's state objects and group options as they are now."""
+    state = dict(optimizer.state)
+    groups = [{key: _kept(value) for key, value in group.items()} for group in optimizer.param_groups]
+
+    def bring_back() -> None:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            for key in [key for key in group if key not in before]:
+                del group[key]
+            for key, value in before.items():
+                # A compiled or captured step holds on to this very tensor.
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+    undo.callback(bring_back)
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _place_steps(optimizer: Any, group: Mapping[str, Any]) -> None:
@@ -264,6 +352,15 @@ def _check_whole(saved_groups: Sequence[Mapping[str, Any]], state: Mapping[str, 
                 )
 
 
+def _unmatched_groups(optimizer: Any, names: Mapping[int, str], saved_groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    groups = [_names_of(group, names, place) for place, group in enumerate(optimizer.param_groups)]
+    return [
+        f"no saved parameter group holds {own[0]}; this group keeps its configured options"
+        for place, own in enumerate(groups)
+        if own and _matching_group(own, saved_groups, place) is None
+    ]
+
+
 def _matching_group(own: list[str], saved_groups: Sequence[Mapping[str, Any]], place: int) -> Mapping[str, Any] | None:
     """Find the saved group that holds most of these parameters; an empty group is matched by its place."""
     if not own:
@@ -271,7 +368,6 @@ def _matching_group(own: list[str], saved_groups: Sequence[Mapping[str, Any]], p
     wanted = set(own)
     best = max(saved_groups, key=lambda group: len(wanted.intersection(group[_NAMES])), default=None)
     if best is None or not wanted.intersection(best[_NAMES]):
-        logger.warning("no saved parameter group holds %s; this group keeps its configured options", own[0])
         return None
     return best
 

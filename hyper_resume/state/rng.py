@@ -50,8 +50,8 @@ def collect_rng(device_type: str) -> dict[str, Any]:
     }
 
 
-def apply_rng(saved: Mapping[str, Any], device_type: str) -> None:
-    """Set every stream of this process. Must be the last thing a restore does: whatever draws afterwards moves a stream.
+def check_rng(saved: Mapping[str, Any], device_type: str) -> list[str]:
+    """Return why the streams would not go on where they were; nothing is changed.
 
     Raises:
         CheckpointMismatchError: a stream is missing.
@@ -66,6 +66,19 @@ def apply_rng(saved: Mapping[str, Any], device_type: str) -> None:
                 do="resume from another checkpoint, or set checkpoint.restore_train_state=false",
             )
         )
+    # The other way round is refused when it is applied.
+    if saved["torch_device"] is None and get_device_rng_state(device_type) is not None:
+        return [f"no stream of a device was saved, and this run draws from one ({device_type})"]
+    return []
+
+
+def apply_rng(saved: Mapping[str, Any], device_type: str) -> None:
+    """Set every stream of this process. Must be the last thing a restore does: whatever draws afterwards moves a stream.
+
+    Raises:
+        CheckpointMismatchError: a stream is missing.
+    """
+    check_rng(saved, device_type)
     numpy_state = saved["numpy"]
     np.random.set_state(
         {

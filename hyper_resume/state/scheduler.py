@@ -9,8 +9,10 @@ names, and the lists are brought into this run's order.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -41,8 +43,37 @@ def collect_schedulers(schedulers: Sequence[Any], names: Mapping[int, str] | Non
     return [{**scheduler.state_dict(), _GROUP_OPTIONS: _collect_options(scheduler, names)} for scheduler in schedulers]
 
 
+def check_schedulers(schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return why the checkpoint has another number of schedulers than this run; nothing is changed.
+
+    Raises:
+        CheckpointMismatchError: an optimizer has another number of parameter groups than the one that was saved.
+    """
+    for scheduler, state in zip(schedulers, saved, strict=False):
+        _check_groups(scheduler, state)
+    return _other_count(schedulers, saved)
+
+
+def check_scheduler_fields(schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which fields of a scheduler the saved state does not have, as when another kind of scheduler wrote it.
+
+    Fields on the other side are no complaint: a scheduler may get some of them only as it steps.
+    """
+    pairs = list(zip(schedulers, saved, strict=False))
+    lacking = [sorted(set(scheduler.state_dict()) - set(state)) for scheduler, state in pairs]
+    return [
+        f"the saved state of lr scheduler {index} lacks {', '.join(names)}, which {type(pairs[index][0]).__name__} has"
+        for index, names in enumerate(lacking)
+        if names
+    ]
+
+
 def apply_schedulers(
-    schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]], names: Mapping[int, str] | None = None
+    schedulers: Sequence[Any],
+    saved: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str] | None = None,
+    *,
+    undo: ExitStack | None = None,
 ) -> None:
     """Restore each scheduler and write its learning rates back into its optimizer's groups.
 
@@ -50,25 +81,55 @@ def apply_schedulers(
     ``load_state_dict`` does not write them back; whoever built the scheduler after loading the optimizer would train its
     first step with the initial lr. Must run after the optimizers were restored.
 
+    ``undo`` gets what brings back the schedulers' own state; the groups are the optimizers'.
+
     Raises:
-        CheckpointMismatchError: the optimizer has another number of parameter groups than the one that was saved.
+        CheckpointMismatchError: the optimizer has another number of parameter groups than the one that was saved, or the
+            scheduler can't take the state.
     """
-    if len(schedulers) != len(saved):
-        logger.warning(
-            "the checkpoint holds %s lr schedulers and this run has %s: pairing the first %s, the others keep their state",
-            len(saved),
-            len(schedulers),
-            min(len(saved), len(schedulers)),
-        )
-    pairs = [
-        (scheduler, _in_this_order(state, _saved_places(scheduler, state, names or {})))
-        for scheduler, state in zip(schedulers, saved, strict=False)
-    ]
+    for reason in _other_count(schedulers, saved):
+        logger.warning("%s", reason)
+    pairs = list(zip(schedulers, expected_schedulers(schedulers, saved, names), strict=False))
     for scheduler, state in pairs:
-        scheduler.load_state_dict({key: value for key, value in state.items() if key != _GROUP_OPTIONS})
+        if undo is not None:
+            undo.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
+        _load_one(scheduler, {key: value for key, value in state.items() if key != _GROUP_OPTIONS})
     # After all of them: two schedulers may share an optimizer, and a load_state_dict may write to its groups.
     for scheduler, state in pairs:
         _apply_options(scheduler, state)
+
+
+def expected_schedulers(
+    schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]], names: Mapping[int, str] | None = None
+) -> list[dict[str, Any]]:
+    """Return the saved states of the schedulers that this run has too, with the groups in this run's order."""
+    return [
+        _in_this_order(state, _saved_places(scheduler, state, names or {}))
+        for scheduler, state in zip(schedulers, saved, strict=False)
+    ]
+
+
+def _other_count(schedulers: Sequence[Any], saved: Sequence[Any]) -> list[str]:
+    if len(schedulers) == len(saved):
+        return []
+    return [
+        f"the checkpoint holds {len(saved)} lr schedulers and this run has {len(schedulers)}: "
+        f"pairing the first {min(len(saved), len(schedulers))}, the others keep their state"
+    ]
+
+
+def _load_one(scheduler: Any, state: dict[str, Any]) -> None:
+    try:
+        scheduler.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointMismatchError(
+            describe(
+                f"{type(scheduler).__name__} can't take the saved state",
+                expected=f"fields {', '.join(sorted(scheduler.state_dict()))}",
+                found=f"{', '.join(sorted(state))} ({type(error).__name__}: {error})",
+                do="resume with the lr scheduler that was saved",
+            )
+        ) from error
 
 
 def _collect_options(scheduler: Any, names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -118,10 +179,20 @@ def _in_this_order(state: Mapping[str, Any], places: Sequence[int]) -> dict[str,
 
 
 def _apply_options(scheduler: Any, state: Mapping[str, Any]) -> None:
-    groups = _groups(scheduler)
-    saved = state.get(_GROUP_OPTIONS)
-    if saved is None:
-        saved = [{"lr": lr} for lr in state.get("_last_lr", [])] or [{} for _ in groups]
+    _check_groups(scheduler, state)
+    for group, options in zip(_groups(scheduler), _options_of(scheduler, state), strict=True):
+        for key, value in options.items():
+            if key == _NAMES:
+                continue
+            if isinstance(group.get(key), torch.Tensor):
+                # A compiled or captured step holds on to this very tensor.
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def _check_groups(scheduler: Any, state: Mapping[str, Any]) -> None:
+    groups, saved = _groups(scheduler), _options_of(scheduler, state)
     if len(saved) != len(groups):
         raise CheckpointMismatchError(
             describe(
@@ -131,15 +202,14 @@ def _apply_options(scheduler: Any, state: Mapping[str, Any]) -> None:
                 do="resume with the parameter groups that were saved",
             )
         )
-    for group, options in zip(groups, saved, strict=True):
-        for key, value in options.items():
-            if key == _NAMES:
-                continue
-            if isinstance(group.get(key), torch.Tensor):
-                # A compiled or captured step holds on to this very tensor.
-                group[key].fill_(value)
-            else:
-                group[key] = value
+
+
+def _options_of(scheduler: Any, state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What each group had when the state was saved; state of other origin tells at most the learning rates."""
+    saved: Sequence[Mapping[str, Any]] | None = state.get(_GROUP_OPTIONS)
+    if saved is not None:
+        return saved
+    return [{"lr": lr} for lr in state.get("_last_lr", [])] or [{} for _ in _groups(scheduler)]
 
 
 def _groups(scheduler: Any) -> list[dict[str, Any]]:

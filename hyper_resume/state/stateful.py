@@ -6,8 +6,10 @@ the training state is stored per rank anyway.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -74,22 +76,43 @@ def collect_stateful(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def apply_stateful(found: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def check_stateful(found: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Return why these objects would not come back as they were saved: what is on one side only, by name."""
+    return [
+        *(
+            f"the checkpoint holds state of {name}, which this trainer does not have; it is not restored"
+            for name in sorted(set(saved) - set(found))
+        ),
+        *(
+            f"the checkpoint holds no state of {name}; it keeps its initial state"
+            for name in sorted(set(found) - set(saved))
+        ),
+    ]
+
+
+def apply_stateful(found: Mapping[str, Any], saved: Mapping[str, Any], *, undo: ExitStack | None = None) -> None:
     """Restore every object that has a saved state; what is on one side only is warned of by name.
+
+    ``undo`` gets what brings back each object's state before this call.
 
     Raises:
         CheckpointMismatchError: a sharded tensor was saved with another local shape (the world changed).
     """
-    for name in sorted(set(saved) - set(found)):
-        logger.warning("the checkpoint holds state of %s, which this trainer does not have; it is not restored", name)
-    for name in sorted(set(found) - set(saved)):
-        logger.warning("the checkpoint holds no state of %s; it keeps its initial state", name)
+    for reason in check_stateful(found, saved):
+        logger.warning("%s", reason)
     for name in sorted(set(found) & set(saved)):
         value = found[name]
-        if isinstance(value, torch.Generator):
-            value.set_state(saved[name])
-        else:
-            value.load_state_dict(_globalise(saved[name], value.state_dict(), name))
+        if undo is not None:
+            # Copied: a state_dict may hand out the object's own containers, which the load then changes.
+            undo.callback(_apply_one, value, copy.deepcopy(collect_stateful({name: value})[name]), name)
+        _apply_one(value, saved[name], name)
+
+
+def _apply_one(value: Any, saved: Any, name: str) -> None:
+    if isinstance(value, torch.Generator):
+        value.set_state(saved)
+    else:
+        value.load_state_dict(_globalise(saved, value.state_dict(), name))
 
 
 def _localise(value: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from hyper_resume.checkpoint import DistributedCheckpointer
+
 
 def listing(root: Path) -> dict[str, str]:
     """Every file, link and folder under ``root`` with its size and digest."""
@@ -29,6 +31,18 @@ def make_step(root: Path, name: str | int, *, metadata: bytes | None = b"not emp
     if metadata is not None:
         (directory / ".metadata").write_bytes(metadata)
     return directory
+
+
+def forget_manifest(directory: Path) -> Path:
+    """Take the manifest away: the directory counts as another tool's, and what is behind the manifest is reached."""
+    (directory / "manifest.json").unlink()
+    return directory
+
+
+def latest(root: Path) -> Path | None:
+    """What LATEST means there."""
+    found = DistributedCheckpointer().find_latest_checkpoint(str(root))
+    return None if found is None else Path(found)
 
 
 def point_to(root: Path, text: str | bytes) -> Path:

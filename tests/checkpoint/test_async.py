@@ -116,10 +116,18 @@ def test_waiting_without_a_save_returns_at_once() -> None:
 def test_a_second_checkpointer_leaves_the_save_in_flight_of_the_first_alone(tmp_path: Path) -> None:
     first, second = DistributedCheckpointer(), DistributedCheckpointer()
     first.save(str(tmp_path / "global_step_1"), {"model": {"w": big(1.0)}}, global_step=1, save_async=True)
-    second.save(str(tmp_path / "global_step_2"), {"model": {"w": torch.ones(1)}}, global_step=2)
+    for save_async in (False, True):
+        with pytest.raises(CheckpointSaveError, match="two saves into one checkpoint_dir at a time"):
+            second.save(
+                str(tmp_path / "global_step_2"), {"model": {"w": torch.ones(1)}}, global_step=2, save_async=save_async
+            )
+    # Another root is nobody else's business.
+    second.save(str(tmp_path / "other" / "global_step_2"), {"model": {"w": torch.ones(1)}}, global_step=2)
     first.maybe_wait_for_async_save()
+    second.save(str(tmp_path / "global_step_2"), {"model": {"w": torch.ones(1)}}, global_step=2)
     for step in (1, 2):
         assert (tmp_path / f"global_step_{step}" / ".metadata").is_file()
+    assert list((tmp_path / ".staging").iterdir()) == []
 
 
 def test_a_pointer_that_cant_be_moved_is_reported_by_the_wait(tmp_path: Path) -> None:

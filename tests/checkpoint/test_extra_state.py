@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from hyper_resume.checkpoint import DistributedCheckpointer
+from hyper_resume.checkpoint import DistributedCheckpointer, safe_load
 from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, StateNotPlainError
-from tests.checkpoint.directories import listing
+from tests.checkpoint.directories import forget_manifest, listing
 from tests.checkpoint.payloads import payload, same, tiny
 
 
@@ -148,10 +148,13 @@ def complete_checkpoint(tmp_path: Path, *, per_rank: bool = True) -> Path:
 def test_an_extra_state_file_runs_no_code(tmp_path: Path) -> None:
     directory = complete_checkpoint(tmp_path)
     torch.save({"format_version": 1, "bomb": Bomb(tmp_path / "exploded")}, extra.file_path(directory, 0))
-    with pytest.raises(CheckpointMismatchError, match="an extra_state file can't be read") as caught:
+    with pytest.raises(CheckpointMismatchError, match=r"extra_state_rank_0\.pt: expected \d+ bytes, found \d+"):
+        DistributedCheckpointer().load(str(directory), {}, extra_state_skeleton={"global_step": None})
+    forget_manifest(directory)
+    with pytest.raises(CheckpointMismatchError, match=r"can't be read; where: .*extra_state_rank_0\.pt;") as caught:
         DistributedCheckpointer().load(str(directory), {}, extra_state_skeleton={"global_step": None})
     assert not (tmp_path / "exploded").exists()
-    assert "unsupported GLOBAL" in str(caught.value)
+    assert "mkdir" in str(caught.value), "the message must say what the file asked for"
     assert "weights_only" not in str(caught.value), "torch's own message advises to run the code"
     torch.load(extra.file_path(directory, 0), weights_only=False)
     assert (tmp_path / "exploded").exists(), "the bomb must work, or the test proves nothing"
@@ -171,6 +174,9 @@ def test_a_file_of_another_format_or_rank_is_refused(tmp_path: Path, change: dic
     directory = complete_checkpoint(tmp_path)
     path = extra.file_path(directory, 0)
     torch.save({**torch.load(path, weights_only=True), **change}, path)
+    with pytest.raises(CheckpointMismatchError, match=r"extra_state_rank_0\.pt: expected \d+ bytes"):
+        DistributedCheckpointer().load(str(directory), {}, extra_state_skeleton={"global_step": None})
+    forget_manifest(directory)
     with pytest.raises(CheckpointMismatchError, match=message) as caught:
         DistributedCheckpointer().load(str(directory), {}, extra_state_skeleton={"global_step": None})
     assert str(path) in str(caught.value)
@@ -179,6 +185,7 @@ def test_a_file_of_another_format_or_rank_is_refused(tmp_path: Path, change: dic
 def test_a_file_that_holds_no_dict_is_refused(tmp_path: Path) -> None:
     directory = complete_checkpoint(tmp_path)
     torch.save([1, 2], extra.file_path(directory, 0))
+    forget_manifest(directory)
     with pytest.raises(CheckpointMismatchError, match="list with format_version None"):
         DistributedCheckpointer().load(str(directory), {}, extra_state_skeleton={"global_step": None})
 
@@ -202,10 +209,18 @@ def test_the_step_of_the_save_is_in_the_state_even_if_the_caller_left_it_out(tmp
     assert (state["global_step"], state["epoch"], state["rank"], state["world_size"]) == (8, 1, 0, 1)
 
 
-def test_files_that_were_put_beside_embedded_entries_are_of_another_save(tmp_path: Path) -> None:
+def test_files_that_were_put_beside_embedded_entries_are_of_another_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     directory = complete_checkpoint(tmp_path, per_rank=False)
     other = complete_checkpoint(tmp_path / "other")
+    path = extra.file_path(other, 0)
+    torch.save({**torch.load(path, weights_only=True), "epoch": 99}, path)
     (other / "extra_state").rename(directory / "extra_state")
+    state = DistributedCheckpointer().load(str(directory), {}, extra_state_skeleton={"epoch": None})
+    assert state["epoch"] == 1, "the entries that the manifest vouches for, not the file"
+    assert "its manifest does not know, and no load reads: extra_state/extra_state_rank_0.pt" in caplog.text
+    forget_manifest(directory)
     with pytest.raises(CheckpointMismatchError, match="parts of different saves"):
         DistributedCheckpointer().load(str(directory), {}, extra_state_skeleton={"global_step": None})
 
@@ -216,3 +231,17 @@ def test_other_files_in_the_extra_state_folder_are_passed_over(tmp_path: Path) -
         (directory / "extra_state" / name).write_bytes(b"")
     state = DistributedCheckpointer().load(str(directory), {}, extra_state_skeleton={"global_step": None})
     assert state["global_step"] == 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(b"", id="empty bytes"),
+        pytest.param(torch.ones(2, device="meta"), id="meta"),
+    ],
+)
+def test_what_could_be_written_but_not_read_again_is_refused_at_the_save(value: object, request: Any) -> None:
+    with pytest.raises(StateNotPlainError, match=rf"where: stateful\.x; .*{request.node.callspec.id}"):
+        extra.plain_state({"stateful": {"x": value}})
+    with pytest.raises(CheckpointMismatchError):
+        safe_load.load_plain(extra.encode({"x": value}), "here")

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.checkpoint.inspect import inspect_step_directory
 from hyper_resume.errors import CheckpointNotFoundError
-from tests.checkpoint.directories import listing
+from tests.checkpoint.directories import forget_manifest, listing
 from tests.checkpoint.payloads import payload, tiny, train
 
 
@@ -86,4 +86,7 @@ def test_a_rank_whose_training_state_is_gone_is_named(tmp_path: Path) -> None:
     DistributedCheckpointer().save(str(directory), payload(tiny(1), step=1), global_step=1)
     file = directory / "extra_state" / "extra_state_rank_0.pt"
     torch.save({**torch.load(file, weights_only=True), "world_size": 3}, file)
+    with pytest.raises(CheckpointNotFoundError, match=r"extra_state_rank_0\.pt: expected \d+ bytes, found \d+"):
+        inspect_step_directory(directory)
+    forget_manifest(directory)
     assert inspect_step_directory(directory).missing_ranks == (1, 2)

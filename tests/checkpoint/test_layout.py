@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hyper_resume.checkpoint import DistributedCheckpointer, layout
 from hyper_resume.errors import CheckpointNotFoundError
+from tests.checkpoint import directories
 from tests.checkpoint.directories import listing, make_step, point_to
 from tests.ranks import run_ranks
 
@@ -17,7 +18,7 @@ from tests.ranks import run_ranks
 def latest(root: Path) -> str | None:
     """The name of what is found; nothing on disk may change by looking."""
     before = listing(root) if root.is_dir() else None
-    found = layout.find_latest(root)
+    found = directories.latest(root)
     assert (listing(root) if root.is_dir() else None) == before
     return found.name if found else None
 
@@ -95,7 +96,7 @@ def test_a_pointer_that_says_nothing_usable_falls_back_to_the_scan(
 def test_a_pointer_without_any_complete_checkpoint_is_an_error(tmp_path: Path, text: str | bytes) -> None:
     make_step(tmp_path, 5, metadata=None)
     point_to(tmp_path, text)
-    with pytest.raises(CheckpointNotFoundError, match="the pointer shows that a checkpoint was published") as caught:
+    with pytest.raises(CheckpointNotFoundError, match="a checkpoint was published here, but none can be") as caught:
         latest(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert isinstance(caught.value, FileNotFoundError)
@@ -127,8 +128,19 @@ def test_an_incomplete_directory_is_skipped_with_a_warning(
     point_to(tmp_path, "30")
     assert latest(tmp_path) == "global_step_20"
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert any("names global_step_30, which is incomplete" in message for message in warnings)
-    assert any(message.startswith("skipping") and "global_step_30" in message for message in warnings)
+    assert len(warnings) == 1, warnings
+    assert "names global_step_30, which is incomplete (no usable .metadata)" in warnings[0]
+
+
+@pytest.mark.parametrize("metadata", INCOMPLETE.values(), ids=INCOMPLETE.keys())
+def test_an_incomplete_directory_that_nothing_points_to_is_skipped_with_a_warning(
+    tmp_path: Path, metadata: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_step(tmp_path, 20)
+    make_step(tmp_path, 30, metadata=metadata)
+    assert latest(tmp_path) == "global_step_20"
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [f"skipping {tmp_path / 'global_step_30'}: is incomplete (no usable .metadata)"]
 
 
 def test_metadata_that_is_a_directory_is_no_metadata(tmp_path: Path) -> None:

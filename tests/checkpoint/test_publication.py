@@ -12,36 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from hyper_resume.checkpoint import DistributedCheckpointer, layout
+from hyper_resume.checkpoint import DistributedCheckpointer, layout, operations
 from hyper_resume.errors import CheckpointSaveError
-from tests.checkpoint.directories import listing, make_step
-from tests.checkpoint.payloads import same
+from tests.checkpoint.directories import latest, listing, make_step
+from tests.checkpoint.single_value import save, state, value_of
 from tests.ranks import run_ranks
 
 # What Python reports before it changes something on disk.
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 OLD, NEW = 2.0, 22.0
-
-
-def state(value: float) -> dict[str, Any]:
-    return {"model": {"w": torch.full((8,), value)}, "extra_state": {"value": value}}
-
-
-def save(root: Path, step: int, value: float, *, save_async: bool = False) -> None:
-    checkpointer = DistributedCheckpointer()
-    checkpointer.save(str(root / f"global_step_{step}"), state(value), global_step=step, save_async=save_async)
-    checkpointer.maybe_wait_for_async_save()
-
-
-def value_of(directory: Path) -> float:
-    """The one value that weights and training state agree on."""
-    parts = {"model": {"w": torch.zeros(8)}}
-    extra = DistributedCheckpointer().load(str(directory), parts, extra_state_skeleton={"value": None})
-    assert same(parts["model"]["w"], torch.full((8,), extra["value"]))
-    return float(extra["value"])
 
 
 def watch(root: str, fatal: int = 0) -> list[str]:
@@ -82,15 +63,16 @@ def test_the_directory_appears_whole_and_the_pointer_moves_after_it(tmp_path: Pa
 
 
 def _save_and_die(folder: str, step: int, value: float, fatal: int, can_exchange: bool) -> None:
-    if not can_exchange:
-        layout._exchange = _no_exchange
     watch(folder, fatal)
-    save(Path(folder), step, value)
+    with operations.use(operations.FileOperations() if can_exchange else WithoutExchange()):
+        save(Path(folder), step, value)
 
 
-def _no_exchange(one: Path, other: Path) -> bool:
+class WithoutExchange(operations.FileOperations):
     """A file system that can't let two names change places."""
-    return False
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        return False
 
 
 def _die_alone(folder: Path, step: int, value: float, fatal: int, can_exchange: bool) -> int | None:
@@ -105,12 +87,12 @@ def _die_alone(folder: Path, step: int, value: float, fatal: int, can_exchange: 
 
 def assert_recoverable(root: Path, *, replaced_step: int | None = None) -> None:
     """After a killed save: LATEST gives a whole checkpoint, and the next run saves as if nothing had been."""
-    latest = layout.find_latest(root)
-    assert latest is not None
+    found = latest(root)
+    assert found is not None
     expected = {1: {1.0}, 2: {OLD, NEW}, 3: {3.0}}
-    step = layout.parse_step(latest.name)
+    step = layout.parse_step(layout.home_of(found).name)
     assert step is not None
-    assert value_of(latest) in expected[step]
+    assert value_of(found) in expected[step]
     pointed = root / f"global_step_{(root / layout.POINTER_NAME).read_text().strip()}"
     if pointed.exists():
         assert layout.is_complete(pointed)
@@ -121,7 +103,7 @@ def assert_recoverable(root: Path, *, replaced_step: int | None = None) -> None:
         (aside,) = (root / ".staging").glob(f"{pointed.name}.*.replaced")
         assert value_of(aside) == OLD
     save(root, 4, 4.0)
-    assert layout.find_latest(root) == root / "global_step_4"
+    assert latest(root) == root / "global_step_4"
     assert list((root / ".staging").iterdir()) == []
     assert value_of(root / "global_step_1") == 1.0
     assert value_of(root / "global_step_2") in expected[2]
@@ -155,17 +137,16 @@ def test_a_save_killed_at_any_change_leaves_a_whole_checkpoint(
         if exit_code == 0:
             break
         assert exit_code == -signal.SIGKILL
-        latest = layout.find_latest(root)
-        assert latest is not None
-        outcomes.add((latest.name, value_of(latest)))
+        found = latest(root)
+        assert found is not None
+        # Between two renames nothing stands under the name; the copy that stepped aside is then what LATEST means.
+        outcomes.add((layout.home_of(found).name, value_of(found)))
         assert_recoverable(root, replaced_step=None if can_exchange else step)
-    # The save has at least: staging, two files, metadata, commit, pointer.
-    assert fatal > 8
+    # The save has at least: staging, two files, metadata, manifest, commit, pointer.
+    assert fatal > 9
     assert ("global_step_2", OLD) in outcomes
     if value == NEW:
-        # Between two renames nothing stands under the name, and LATEST is the step before.
-        between = set() if can_exchange else {("global_step_1", 1.0)}
-        assert outcomes == {("global_step_2", OLD), ("global_step_2", NEW)} | between
+        assert outcomes == {("global_step_2", OLD), ("global_step_2", NEW)}
 
 
 def _save_together_and_die(folder: str, victim: int, fatal: int, save_async: bool) -> list[str]:
@@ -199,9 +180,9 @@ def test_a_save_of_two_ranks_killed_at_several_moments_leaves_a_whole_checkpoint
         assert f"exit code -{int(signal.SIGKILL)}" in str(results[victim])
         assert isinstance(results[1 - victim], CheckpointSaveError), "the survivor hears of it"
         # The pointer moves last, so even a committed step 3 is not the latest yet.
-        assert layout.find_latest(root) == root / "global_step_2"
+        assert latest(root) == root / "global_step_2"
         assert run_ranks(_value_of_two_and_save_four, 2, str(root)) == [OLD, OLD]
-        assert layout.find_latest(root) == root / "global_step_4"
+        assert latest(root) == root / "global_step_4"
         assert list((root / ".staging").iterdir()) == []
 
 
@@ -252,7 +233,7 @@ def test_saving_a_step_again_replaces_it_whole(tmp_path: Path) -> None:
     save(tmp_path, 2, NEW)
     assert value_of(tmp_path / "global_step_2") == NEW
     names = sorted(name for name, kind in listing(tmp_path / "global_step_2").items() if kind != "folder")
-    assert names == [".metadata", "__0_0.distcp", "extra_state/extra_state_rank_0.pt"]
+    assert names == [".metadata", "__0_0.distcp", "extra_state/extra_state_rank_0.pt", "manifest.json"]
     assert list((tmp_path / ".staging").iterdir()) == []
 
 
@@ -278,7 +259,7 @@ def test_what_stands_under_the_name_of_the_step_makes_way(tmp_path: Path, obstac
 def test_a_lower_step_moves_the_pointer_back(tmp_path: Path) -> None:
     save(tmp_path, 9, 9.0)
     save(tmp_path, 5, 5.0)
-    assert layout.find_latest(tmp_path) == tmp_path / "global_step_5"
+    assert latest(tmp_path) == tmp_path / "global_step_5"
 
 
 def test_a_directory_of_another_name_is_saved_but_never_pointed_to(
@@ -288,7 +269,7 @@ def test_a_directory_of_another_name_is_saved_but_never_pointed_to(
     DistributedCheckpointer().save(str(tmp_path / "best"), state(5.0), global_step=5)
     assert value_of(tmp_path / "best") == 5.0
     assert "LATEST will not find it" in caplog.text
-    assert layout.find_latest(tmp_path) == tmp_path / "global_step_1"
+    assert latest(tmp_path) == tmp_path / "global_step_1"
 
 
 @pytest.mark.parametrize(
@@ -317,7 +298,7 @@ def test_a_root_that_cant_be_written_is_a_save_error_and_changes_nothing(tmp_pat
     if obstacle == "pointer is a directory":
         # The commit has happened by then, and the message says so.
         assert "the checkpoint is complete, but the pointer could not be moved" in str(caught.value)
-        assert layout.find_latest(root) == root / "global_step_2"
+        assert latest(root) == root / "global_step_2"
         assert {name: kind for name, kind in after.items() if not name.startswith("good/global_step_2")} == before
     else:
         assert after == before

@@ -11,6 +11,7 @@ import pytest
 
 from hyper_resume.config import CheckpointingConfig, RunConfig, load_config
 from hyper_resume.config.load import as_plain, reserved_fields_set
+from hyper_resume.errors import ConfigError
 
 # Specification 5.1, in its order.
 SPECIFIED = {
@@ -31,16 +32,54 @@ SPECIFIED = {
     "staging_dir": None,
     "best_metric_key": "default",
 }
+# Beyond it: each leaves what the specification says as it is, unless it is set.
+ADDED = {
+    "async_mode": "thread",
+    "verify": "digest",
+    "on_mismatch": "warn",
+    "keep_last": None,
+    "keep_every": None,
+    "keep_best": 0,
+    "keep_best_metric": "loss",
+    "keep_best_mode": "min",
+    "preemption_signals": ("SIGTERM",),
+}
 
 
-def test_the_checkpoint_block_has_the_sixteen_specified_fields_and_defaults(tmp_path: Path) -> None:
+def test_the_checkpoint_block_has_the_sixteen_specified_fields_and_defaults_first(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
     path.touch()
     read = dataclasses.asdict(load_config(path).checkpoint)
-    assert len(read) == 16
-    assert read == SPECIFIED
-    assert list(read) == list(SPECIFIED)
-    assert {name: type(value) for name, value in read.items()} == {n: type(v) for n, v in SPECIFIED.items()}
+    assert len(SPECIFIED) == 16
+    assert list(read) == [*SPECIFIED, *ADDED]
+    assert read == SPECIFIED | ADDED
+    assert {name: type(value) for name, value in read.items()} == {n: type(v) for n, v in (SPECIFIED | ADDED).items()}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ("keep_last: 0", "at least 1"),
+        ("keep_every: -5", "at least 1"),
+        ("keep_best: -1", "at least 0"),
+        ("preemption_signals: [SIGKILL]", "names of signals that a process can catch"),
+        ("preemption_signals: [TERM]", "names of signals that a process can catch"),
+        ("verify: none", "digest"),
+        ("on_mismatch: ignore", "warn"),
+    ],
+)
+def test_a_wrong_value_of_an_added_field_is_named(tmp_path: Path, wrong: str, reason: str) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(f"checkpoint: {{{wrong}}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=reason):
+        load_config(path)
+
+
+def test_preemption_can_be_switched_off_and_set_to_other_signals(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    for text, expected in (("[]", ()), ("[SIGUSR1, SIGTERM]", ("SIGUSR1", "SIGTERM"))):
+        path.write_text(f"checkpoint: {{preemption_signals: {text}}}\n", encoding="utf-8")
+        assert load_config(path).checkpoint.preemption_signals == expected
 
 
 def test_every_specified_field_can_be_set_from_yaml(tmp_path: Path) -> None:
@@ -67,7 +106,7 @@ checkpoint:
 """,
         encoding="utf-8",
     )
-    assert dataclasses.asdict(load_config(path).checkpoint) == {
+    assert dataclasses.asdict(load_config(path).checkpoint) == ADDED | {
         "save_ckpt": False,
         "checkpoint_dir": "./elsewhere",
         "save_steps": 10,
@@ -106,7 +145,7 @@ def test_reserved_fields_that_are_set_are_named_and_are_no_error(tmp_path: Path)
 def test_a_plain_configuration_is_nested_dicts_that_are_copies() -> None:
     config = RunConfig()
     plain = as_plain(config)
-    assert plain["checkpoint"] == SPECIFIED
+    assert plain["checkpoint"] == SPECIFIED | ADDED
     plain["model"]["overrides"]["x"] = 1
     assert config.model.overrides == {}
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from hyper_resume.config import load_config
 from hyper_resume.config.yaml_source import MAX_DEPTH, Problem, parse_value, read_file
+from hyper_resume.errors import ConfigError
 
 
 def read(tmp_path: Path, text: str) -> tuple[Any, list[Problem]]:
@@ -187,3 +190,19 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "can't be read" in problems[0].message
     _, problems = read_file("bad\0name.yaml")
     assert "can't be read" in problems[0].message
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_few_lines_that_unfold_to_billions_of_nodes_are_refused_at_once(tmp_path: Path, merge: bool) -> None:
+    # Every level names the one before nine times: nine to the twelfth nodes.
+    lines = ["a0: &a0 {k: v}"]
+    for level in range(1, 13):
+        below = f"a{level - 1}"
+        inside = ", ".join(f"k{i}: {{<<: *{below}}}" if merge else f"k{i}: *{below}" for i in range(9))
+        lines.append(f"a{level}: &a{level} {{{inside}}}")
+    path = tmp_path / "train.yaml"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    started = time.process_time()
+    with pytest.raises(ConfigError, match="unfold without end"):
+        load_config(path)
+    assert time.process_time() - started < 5.0

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hyper_resume.state.digest import digest_state
+from hyper_resume.digest import digest_state
 from hyper_resume.state.model import collect_model
 from tests.ranks import run_ranks
 

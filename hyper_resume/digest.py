@@ -1,13 +1,44 @@
-"""Digests of state, to hold two runs against each other without keeping their tensors."""
+"""Digests of state and of files: to hold two runs against each other, and a file against what was written.
+
+A digest shows damage, not a forgery: who can write the file can write its digest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
+
+ALGORITHM = "xxh3_128"
+# The text form: the algorithm stands in front, so that another one can be told from it later.
+_TEXT = re.compile(rf"{ALGORITHM}:[0-9a-f]{{32}}")
+
+
+def file_hasher() -> Any:
+    """Return a new hasher (``update(buffer)``); :func:`as_text` gives what is written down."""
+    return xxhash.xxh3_128()
+
+
+def as_text(hasher: Any) -> str:
+    """Return a hasher's digest as text, ``xxh3_128:<32 hex digits>``."""
+    return f"{ALGORITHM}:{hasher.hexdigest()}"
+
+
+def is_digest(text: str) -> bool:
+    """True for the text form of a digest."""
+    return _TEXT.fullmatch(text) is not None
+
+
+def digest_bytes(chunks: Iterable[Any]) -> str:
+    """Return the digest of all chunks together, as text."""
+    hasher = file_hasher()
+    for chunk in chunks:
+        hasher.update(chunk)
+    return as_text(hasher)
 
 
 def digest_state(state: Any) -> str:
@@ -19,6 +50,11 @@ def digest_state(state: Any) -> str:
     hasher = xxhash.xxh3_128()
     _feed(hasher, state)
     return hasher.hexdigest()
+
+
+def state_text(state: Any) -> str:
+    """Return :func:`digest_state` in the text form of digests."""
+    return f"{ALGORITHM}:{digest_state(state)}"
 
 
 def _feed(hasher: Any, value: Any) -> None:

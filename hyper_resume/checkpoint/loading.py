@@ -1,0 +1,251 @@
+"""Loading without touching what runs until everything is known to be good: verify, read into buffers, compare, then fill."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from hyper_resume import collective, digest
+from hyper_resume.checkpoint import layout, operations
+from hyper_resume.checkpoint.manifest import (
+    MISSING,
+    Manifest,
+    Mesh,
+    digest_file,
+    read_manifest,
+    unlisted_files,
+    verify_files,
+)
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
+
+logger = logging.getLogger(__name__)
+
+Part = Literal["weights", "training state"]
+_MOST_THREADS = 4
+_NAMES_SHOWN = 5
+# Every file carries the id of its save as plain text near its beginning.
+_ATTEMPT = re.compile(rb"global_step_[0-9]{1,18}\.[0-9a-f]{12}")
+EXTRA_STATE_DIRECTORY = "extra_state"
+_HEAD_BYTES = 1 << 20
+
+
+def verify(
+    directory: Path,
+    how: Literal["digest", "size"],
+    group: dist.ProcessGroup | None,
+    *,
+    parts: Collection[Part] = ("weights", "training state"),
+) -> Manifest | None:
+    """Hold a step directory against its manifest; every rank reads the files of its own number, all share the verdict.
+
+    Args:
+        directory: the step directory.
+        how: sizes only, or digests too.
+        group: of all ranks.
+        parts: of which files: those of the training state, all others, or both.
+
+    Returns:
+        the manifest; None for a directory without one, of which nothing can be said.
+
+    Raises:
+        CheckpointNotFoundError: files are missing; names them, on every rank.
+        CheckpointMismatchError: files are not as they were written; names them, on every rank.
+    """
+    manifest = collective.on_rank_zero(lambda: _read_manifest(directory), group)
+    if manifest is None:
+        return None
+    rank, world_size = collective.rank(), collective.world_size()
+    own = [
+        name
+        for name, entry in sorted(manifest.files.items())
+        if entry.rank % world_size == rank and _part_of(name) in parts
+    ]
+    found = collective.agree(lambda: _verify_in_parallel(directory, manifest, own, digests=how == "digest"), group)
+    complaints = [complaint for of_rank in collective.gather(found, group) for complaint in of_rank]
+    step = layout.parse_step(directory.name)
+    if step not in (None, manifest.step):
+        complaints.insert(0, f"the directory's name says step {step}, its manifest step {manifest.step}")
+    if complaints:
+        only_missing = all(complaint.endswith(MISSING) for complaint in complaints)
+        raise (CheckpointNotFoundError if only_missing else CheckpointMismatchError)(
+            describe(
+                "files of the checkpoint are missing" if only_missing else "the checkpoint is not as it was written",
+                where=str(directory),
+                expected=f"every file as the manifest of save {manifest.attempt} describes it",
+                found="; ".join(complaints[:3]) + (f"; and {len(complaints) - 3} more" if len(complaints) > 3 else ""),
+                do="restore the files from a copy, or resume from another checkpoint (LATEST takes the newest good one); "
+                "checkpoint.restore_train_state=false needs no extra_state",
+            )
+        )
+    return manifest
+
+
+def _part_of(name: str) -> Part:
+    return "training state" if name.startswith(f"{EXTRA_STATE_DIRECTORY}/") else "weights"
+
+
+def _read_manifest(directory: Path) -> Manifest | None:
+    """Read it, and warn of files that it does not know: no load reads them, but somebody may have meant something by them."""
+    manifest = read_manifest(directory)
+    others = [] if manifest is None else unlisted_files(directory, manifest)
+    if others:
+        more = f" and {len(others) - _NAMES_SHOWN} more" if len(others) > _NAMES_SHOWN else ""
+        logger.warning(
+            "%s holds files that its manifest does not know, and no load reads: %s%s",
+            directory,
+            ", ".join(others[:_NAMES_SHOWN]),
+            more,
+        )
+    return manifest
+
+
+def _verify_in_parallel(directory: Path, manifest: Manifest, names: list[str], *, digests: bool) -> list[str]:
+    check = partial(_verify_one, directory, manifest, digests=digests)
+    threads = min(_MOST_THREADS, os.cpu_count() or 1, len(names))
+    if threads < 2 or not digests:
+        return [complaint for name in names if (complaint := check(name))]
+    with ThreadPoolExecutor(threads, thread_name_prefix="hyper_resume-verify") as pool:
+        return [complaint for complaint in pool.map(check, names) if complaint]
+
+
+def _verify_one(directory: Path, manifest: Manifest, name: str, *, digests: bool) -> str:
+    complaints = verify_files(directory, manifest, [name], digests=digests)
+    return complaints[0] + _origin(directory / name, manifest) if complaints else ""
+
+
+def _origin(path: Path, manifest: Manifest) -> str:
+    """Say which save a file is of, when it is not this one's: a file that was mixed in has the right name and often size."""
+    try:
+        head = operations.read_head(path, _HEAD_BYTES)
+        others = sorted({found.decode() for found in _ATTEMPT.findall(head)} - {manifest.attempt})
+        if others:
+            return f" (it is a part of another save: {', '.join(others[:3])})"
+        size = path.stat().st_size
+        twins = [name for name, entry in manifest.files.items() if entry.size_bytes == size and path.name not in name]
+        found = digest_file(path) if twins else ""
+    except OSError:
+        return ""
+    same = [name for name in twins if manifest.files[name].digest == found]
+    return f" (it has the content of {same[0]})" if same else ""
+
+
+class Buffers:
+    """Room for what is read, apart from the live tensors."""
+
+    def __init__(self, state: dict[str, Any], metadata: Metadata) -> None:
+        """Make a buffer for each entry of ``state`` that the checkpoint has."""
+        self._state = state
+        flat, self._places = flatten_state_dict(state)
+        stored = metadata.state_dict_metadata
+        self.flat: dict[str, Any] = {
+            name: torch.empty_like(value, requires_grad=False) if isinstance(value, torch.Tensor) else value
+            for name, value in flat.items()
+            if name in stored
+        }
+        self._live = flat
+        self.missing = tuple(sorted(set(flat) - set(stored)))
+        self.unread = tuple(sorted(_bucket_entries(stored, set(state)) - set(flat)))
+
+    def refuse_other_kinds(self, metadata: Metadata, where: str) -> None:
+        """Refuse an entry of another shape or type than the live one; a copy would convert it without a word.
+
+        Raises:
+            CheckpointMismatchError: names the entry.
+        """
+        for name, value in self.flat.items():
+            entry = metadata.state_dict_metadata[name]
+            wanted, found = _kind(value), _kind(entry)
+            if wanted != found:
+                raise CheckpointMismatchError(
+                    describe(
+                        f"entry {name} does not fit",
+                        where=where,
+                        expected=f"{wanted} (the running job)",
+                        found=f"{found} (the checkpoint)",
+                        do="resume with the configuration that was saved",
+                    )
+                )
+
+    def nested(self) -> dict[str, Any]:
+        """Return the state as it will be, in the form of the live one."""
+        found: dict[str, Any] = unflatten_state_dict({**self._live, **self.flat}, self._places)
+        return found
+
+    def digests(self) -> dict[str, str]:
+        """Bucket -> digest of what is in the buffers."""
+        return bucket_digests({**self._live, **self.flat})
+
+    def fill(self) -> None:
+        """Write to the live state what was read. Nothing here can fail for the checkpoint's sake."""
+        with torch.no_grad():
+            for name, value in self.flat.items():
+                live = self._live[name]
+                if isinstance(live, torch.Tensor):
+                    live.detach().copy_(value)
+                else:
+                    set_element(self._state, self._places[name], value)
+
+
+def _kind(entry: Any) -> str:
+    if isinstance(entry, torch.Tensor):
+        return f"shape {tuple(entry.shape)}, {entry.dtype}"
+    if isinstance(entry, TensorStorageMetadata):
+        return f"shape {tuple(entry.size)}, {entry.properties.dtype}"
+    return "no tensor"
+
+
+def _bucket_entries(stored: Mapping[str, Any], buckets: set[str]) -> set[str]:
+    return {name for name in stored if name.split(".", 1)[0] in buckets}
+
+
+def bucket_digests(flat: Mapping[str, Any]) -> dict[str, str]:
+    """Return bucket -> digest of this rank's part of a flattened payload."""
+    buckets: dict[str, dict[str, Any]] = {}
+    for name, value in flat.items():
+        buckets.setdefault(name.split(".", 1)[0], {})[name] = value
+    return {bucket: digest.state_text(entries) for bucket, entries in buckets.items()}
+
+
+def saved_digests(manifest: Manifest | None, mesh: Mesh | None) -> Mapping[str, str]:
+    """Return this rank's digests at the save; empty where it had none, or had another part of the state."""
+    if manifest is None or manifest.world_size != collective.world_size() or manifest.mesh != mesh:
+        return {}
+    return manifest.buckets.get(str(collective.rank()), {})
+
+
+def compare_digests(saved: Mapping[str, str], loaded: Mapping[str, str], whole: set[str], where: str) -> None:
+    """Refuse a bucket that was read otherwise than it was saved.
+
+    Args:
+        saved: digests at the save.
+        loaded: digests of what was read.
+        whole: buckets of which exactly the saved entries were asked for; others can't be compared.
+        where: the path, for the message.
+
+    Raises:
+        CheckpointMismatchError: names the bucket and both digests.
+    """
+    for bucket in sorted(whole & set(saved) & set(loaded)):
+        if saved[bucket] != loaded[bucket]:
+            raise CheckpointMismatchError(
+                describe(
+                    f"the {bucket} bucket was read otherwise than it was saved",
+                    where=where,
+                    expected=f"digest {saved[bucket]}, taken from the live state at the save",
+                    found=f"digest {loaded[bucket]}",
+                    do="check that the entries were equal on all ranks that share them when they were saved (replicas that "
+                    "drift are kept once), or resume from another checkpoint",
+                )
+            )

@@ -1,0 +1,218 @@
+"""Every change on disk goes through here: one small interface, so that each operation can be numbered, failed and reordered.
+
+:func:`current` returns what is in use. The tests of the storage promises put a recording, a failing or a crashing one in its
+place with :func:`use`; nothing else in this package opens a file for writing, renames or deletes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+Buffer = bytes | bytearray | memoryview
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+# Linux moves at most this much with one write; asking for more gives a short one.
+_MOST_AT_ONCE = 0x7FFFF000
+
+
+class OutputFile:
+    """A new file, written from its start. Unbuffered: there is no flush that a sync could come before."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        """Own ``descriptor``; ``path`` is for messages."""
+        self.path = path
+        self._descriptor = descriptor
+        self._size = 0
+        self._is_open = True
+
+    def write(self, data: Buffer) -> int:
+        """Write all of ``data``, however many writes that takes; returns its size in bytes.
+
+        Raises:
+            OSError: the rest could not be written.
+        """
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += self._write_some(view[done : done + _MOST_AT_ONCE])
+        self._size += done
+        return done
+
+    def _write_some(self, data: memoryview) -> int:
+        written = os.write(self._descriptor, data)
+        if written == 0:
+            # Never seen on a regular file, and it would loop here for ever.
+            raise OSError(errno.EIO, "a write took no bytes", str(self.path))
+        return written
+
+    def tell(self) -> int:
+        """Return how many bytes were written."""
+        return self._size
+
+    def sync(self) -> None:
+        """Ask the kernel to bring the bytes to the device.
+
+        After an error the file must be given up: the kernel may have dropped the bytes and called them clean, so that a second
+        try would succeed over a hole (ATC'20, "Can applications recover from fsync failures?").
+        """
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close; once is enough."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._descriptor)
+
+    def __enter__(self) -> OutputFile:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+class FileOperations:
+    """The real ones, on a POSIX file system. All of them raise ``OSError``."""
+
+    def make_directory(self, path: Path) -> None:
+        """Make one directory below an existing one, for this user only.
+
+        Raises:
+            FileExistsError: the name is taken.
+        """
+        path.mkdir(mode=0o700)
+
+    def create(self, path: Path) -> OutputFile:
+        """Make a new file, for this user only, and open it for writing.
+
+        Raises:
+            FileExistsError: the name is taken; nothing is ever written over.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return OutputFile(os.open(path, flags, 0o600), path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Move ``source`` to ``target`` in one step; a file takes the place of a file."""
+        source.replace(target)
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        """Let two paths change places in one step (Linux, ``renameat2``); False where kernel or file system can't."""
+        renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if renameat2 is None:
+            return False
+        if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+            return True
+        number = ctypes.get_errno()
+        if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            return False
+        raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+    def remove(self, path: Path) -> None:
+        """Delete a file or a link."""
+        path.unlink()
+
+    def remove_directory(self, path: Path) -> None:
+        """Delete an empty directory."""
+        path.rmdir()
+
+    def sync_directory(self, path: Path) -> None:
+        """Bring the directory's names to the device: what was made in it, moved into it and moved out of it."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def open_read(self, path: Path) -> BinaryIO:
+        """Open for reading; a link in the last place is refused (``OSError``)."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return io.FileIO(descriptor, "rb")
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+
+_current: FileOperations = FileOperations()
+
+
+def current() -> FileOperations:
+    """Return the operations in use in this process. Asked at each operation, never kept."""
+    return _current
+
+
+@contextmanager
+def use(operations: FileOperations) -> Iterator[FileOperations]:
+    """Put other operations in place, for the whole process, while the context lasts."""
+    global _current
+    before, _current = _current, operations
+    try:
+        yield operations
+    finally:
+        _current = before
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """Return a file's bytes.
+
+    Raises:
+        OSError: it can't be read; ``EFBIG`` when it has more than ``most`` bytes.
+    """
+    chunks: list[bytes] = []
+    size = 0
+    with current().open_read(path) as file:
+        while chunk := file.read(min(1 << 20, most + 1 - size)):
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > most:
+                raise OSError(errno.EFBIG, f"larger than {most} bytes", str(path))
+    return b"".join(chunks)
+
+
+def read_head(path: Path, most: int) -> bytes:
+    """Return at most the first ``most`` bytes of a file."""
+    with current().open_read(path) as file:
+        return file.read(most)
+
+
+def write_file(path: Path, content: Buffer) -> None:
+    """Make a new file with ``content`` and bring it to the device; its name still needs the directory's sync."""
+    with current().create(path) as file:
+        file.write(content)
+        file.sync()
+
+
+def make_directories(path: Path) -> None:
+    """Make ``path`` and what is missing above it, and bring each new name to the device."""
+    missing: list[Path] = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        try:
+            current().make_directory(directory)
+        except FileExistsError:
+            # Another process of this run was faster; anything but a directory fails at its first use.
+            continue
+        current().sync_directory(directory.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a file, a link, or a directory with all that is in it; links are not followed."""
+    if path.is_symlink() or not path.is_dir():
+        current().remove(path)
+        return
+    for entry in sorted(path.iterdir()):
+        remove_tree(entry)
+    current().remove_directory(path)

@@ -1,0 +1,195 @@
+"""What a restore did: bucket by bucket and rank by rank ``exact``, ``degraded (reason)`` or ``absent (reason)``.
+
+``exact`` is a measurement: the live state, collected again after the restore, has the digest of what was read, and where the
+checkpoint keeps the digests of the save, what was read has those. Each part says which of the three digests there were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hyper_resume.errors import CheckpointMismatchError, describe
+
+SCHEMA_VERSION = 1
+BUCKETS = ("model", "optimizer", "progress", "lr_scheduler", "train_dataloader", "rng_state", "stateful")
+Verdict = Literal["exact", "degraded", "absent"]
+_VERDICTS = ("exact", "degraded", "absent")
+_DIFFERS_FROM_SAVED = "what was read differs from what was saved"
+_DIFFERS_FROM_READ = "the live state after the restore differs from what was read"
+_MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketCertificate:
+    """One bucket on one rank.
+
+    ``reason`` is "" exactly when the verdict is ``exact``. ``saved``, ``loaded`` and ``live`` are digests at the save, of what
+    was read and of the live state after the restore; None where it could not be had.
+    """
+
+    bucket: str
+    rank: int
+    verdict: Verdict
+    reason: str = ""
+    saved: str | None = None
+    loaded: str | None = None
+    live: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """A whole restore. ``created_at`` is UTC, ISO 8601; ``verified`` says what of the files was held against the manifest."""
+
+    schema_version: int = SCHEMA_VERSION
+    path: str
+    global_step: int
+    start_epoch: int
+    start_step: int
+    world_size: int
+    verified: str
+    created_at: str
+    parts: tuple[BucketCertificate, ...]
+
+    @property
+    def is_exact(self) -> bool:
+        """True when nothing is degraded; what was not asked for, or what neither side has, may be absent."""
+        return all(part.verdict != "degraded" for part in self.parts)
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return dicts, lists and plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return one line for each bucket and verdict, for people."""
+        result = []
+        for bucket in dict.fromkeys(part.bucket for part in self.parts):
+            groups: dict[str, list[int]] = {}
+            for part in self.parts:
+                if part.bucket == bucket:
+                    groups.setdefault(_told(part), []).append(part.rank)
+            for text, ranks in groups.items():
+                where = "" if len(ranks) == self.world_size else f" on rank{'s'[: len(ranks) - 1]} {_listed(ranks)}"
+                result.append(f"{bucket:<17}{text}{where}")
+        return result
+
+
+def judge(
+    *,
+    bucket: str,
+    rank: int,
+    absent: str = "",
+    reasons: Iterable[str] = (),
+    saved: tuple[str, str] | None = None,
+    loaded: str | None = None,
+    live: str | None = None,
+) -> BucketCertificate:
+    """Decide one bucket of one rank.
+
+    Args:
+        bucket: its name.
+        rank: whose part it is.
+        absent: why there was nothing to restore; "" when there was.
+        reasons: why the state is not what was saved, as known beforehand.
+        saved: the storage's own digests, at the save and of what was read.
+        loaded: digest of what was read.
+        live: digest of the live state afterwards, in the same form.
+    """
+    why = list(reasons)
+    if absent:
+        return BucketCertificate(bucket=bucket, rank=rank, verdict="absent", reason="; ".join([absent, *why]))
+    if saved is not None and saved[0] != saved[1]:
+        why.append(_DIFFERS_FROM_SAVED)
+    if not why and loaded is not None and live is not None and loaded != live:
+        why.append(_DIFFERS_FROM_READ)
+    return BucketCertificate(
+        bucket=bucket,
+        rank=rank,
+        verdict="degraded" if why else "exact",
+        reason="; ".join(why),
+        saved=None if saved is None else saved[0],
+        loaded=loaded,
+        live=live,
+    )
+
+
+def _told(part: BucketCertificate) -> str:
+    if part.verdict != "exact":
+        return f"{part.verdict} ({part.reason})"
+    digests = [name for name in ("saved", "loaded", "live") if getattr(part, name) is not None]
+    return f"exact ({' = '.join(digests)})" if len(digests) > 1 else "exact (as read; its live state tells no digest)"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def encode(certificate: Certificate) -> str:
+    """Return the certificate as JSON text."""
+    return json.dumps(certificate.as_plain(), indent=1) + "\n"
+
+
+def read_certificate(path: Path) -> Certificate:
+    """Read a stored certificate.
+
+    Raises:
+        CheckpointMismatchError: it is no certificate, or of a schema version that this one does not read.
+        OSError: it can't be read.
+    """
+    if path.stat().st_size > _MOST_BYTES:
+        raise _refused(path, f"{path.stat().st_size} bytes")
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _refused(path, f"{type(error).__name__}: {error}") from error
+    version = plain.get("schema_version") if isinstance(plain, dict) else None
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise _refused(path, f"schema_version {version!r}")
+    try:
+        parts = tuple(_part(item) for item in plain["parts"])
+        return Certificate(**{**_fields(Certificate, plain), "parts": parts})
+    except (KeyError, TypeError) as error:
+        raise _refused(path, f"{type(error).__name__}: {error}") from error
+
+
+def _part(plain: Any) -> BucketCertificate:
+    part = BucketCertificate(**_fields(BucketCertificate, plain))
+    if part.verdict not in _VERDICTS or (part.verdict == "exact") != (part.reason == ""):
+        raise TypeError(f"verdict {part.verdict!r} with reason {part.reason!r}")
+    return part
+
+
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "int": int,
+    "str": str,
+    "Verdict": str,
+    "str | None": (str, type(None)),
+    "tuple[BucketCertificate, ...]": list,
+}
+
+
+def _fields(kind: type[Any], plain: Any) -> dict[str, Any]:
+    """Return ``plain`` if it has exactly the fields of ``kind``, each of its type."""
+    wanted = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    if not isinstance(plain, dict) or set(plain) != set(wanted):
+        raise TypeError(f"fields {', '.join(map(str, plain)) if isinstance(plain, dict) else type(plain).__name__}")
+    for name, annotation in wanted.items():
+        if not isinstance(plain[name], _KINDS[annotation]) or isinstance(plain[name], bool):
+            raise TypeError(f"{name} is {plain[name]!r}")
+    return plain
+
+
+def _refused(path: Path, found: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        describe(
+            "not a restore certificate that this version reads",
+            where=str(path),
+            expected=f"JSON with schema_version {SCHEMA_VERSION} and the fields of a certificate",
+            found=found,
+            do="read it with the version of hyper_resume that wrote it",
+        )
+    )
