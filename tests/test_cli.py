@@ -106,7 +106,7 @@ def test_a_missing_configuration_file_exits_with_2_and_names_it(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["train"], ["inspect"], ["prune", "x"], ["inspect", "a", "b"], ["inspect", "a", "--jso"]]
+    "arguments", [[], ["train"], ["inspect"], ["nonsense", "x"], ["inspect", "a", "b"], ["inspect", "a", "--jso"]]
 )
 def test_a_wrong_command_line_exits_with_2_and_shows_the_usage(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -141,6 +141,38 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
     return folder, _start(folder, "train", "train.yaml", "--trajectory.dir=trajectory")
 
 
+def test_a_preempted_training_exits_with_75_in_one_line_and_goes_on(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    command = [sys.executable, "-m", "hyper_resume.cli", "train", "train.yaml", "--trajectory.dir=trajectory"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    endless = ["--training.max_steps=100000", "--training.num_train_epochs=100000", "--checkpoint.save_epochs=0"]
+    process = subprocess.Popen(
+        [*command, *endless], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    records = folder / "trajectory" / "trajectory_rank_0.jsonl"
+    try:
+        while not records.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        _, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == cli.EXIT_PREEMPTED == os.EX_TEMPFAIL
+    assert "Traceback" not in errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("hyper-resume: ")]
+    (step,) = saved_steps(folder / "checkpoints")
+    assert line.startswith(
+        f"hyper-resume: preempted: training was preempted by SIGTERM after global_step {step} of 100000"
+    )
+    assert len(records.read_text().splitlines()) == step
+    ended = _start(
+        folder, "train", "train.yaml", f"--training.max_steps={step + 1}", "--checkpoint.restore_from=LATEST"
+    )
+    assert ended.returncode == 0
+    assert f"global_step={step}, start_epoch=" in ended.stderr
+
+
 def test_train_exits_with_0_and_leaves_checkpoint_and_records(
     trained: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
@@ -157,9 +189,19 @@ def test_resuming_a_finished_run_exits_with_0_and_writes_nothing(
 ) -> None:
     folder, _ = trained
     monkeypatch.chdir(folder)
-    listing = disk_listing(folder)
+    listing = _work_of(folder)
     assert cli.main(["train", "train.yaml", "--checkpoint.restore_from=LATEST", "--trajectory.dir=trajectory"]) == 0
-    assert disk_listing(folder) == listing
+    assert _work_of(folder) == listing
+    assert len(list((folder / "checkpoints" / "certificates").iterdir())) == 1
+
+
+def _work_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Files of checkpoints and records: all but the certificates of restores and the name of who saves there."""
+    return {
+        path: entry
+        for path, entry in disk_listing(folder).items()
+        if (folder / path).is_file() and "certificates" not in path and not path.endswith(".writer.lock")
+    }
 
 
 def test_a_background_save_that_fails_makes_the_command_exit_with_1(tmp_path: Path) -> None:
@@ -292,12 +334,15 @@ def _without_metadata(folder: Path) -> Path:
 def _with_garbage_metadata(folder: Path) -> Path:
     train_duck(make_duck(folder), until_step=1)
     (folder / "global_step_1" / ".metadata").write_bytes(b"no pickle")
+    # With it the size would tell first.
+    (folder / "global_step_1" / "manifest.json").unlink()
     return folder / "global_step_1"
 
 
 def _with_garbage_extra_state(folder: Path) -> Path:
     train_duck(make_duck(folder), until_step=1)
     (folder / "global_step_1" / "extra_state" / "extra_state_rank_0.pt").write_bytes(b"no archive")
+    (folder / "global_step_1" / "manifest.json").unlink()
     return folder / "global_step_1"
 
 
@@ -307,7 +352,7 @@ def _with_garbage_extra_state(folder: Path) -> Path:
         (lambda folder: folder / "absent", "no such directory"),
         (_without_metadata, "not a complete checkpoint"),
         (_with_garbage_metadata, "metadata can't be read"),
-        (_with_garbage_extra_state, "extra_state file can't be read"),
+        (_with_garbage_extra_state, "a part of the checkpoint can't be read"),
     ],
     ids=["absent", "incomplete", "garbage-metadata", "garbage-extra-state"],
 )

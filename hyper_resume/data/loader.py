@@ -16,7 +16,7 @@ Neither constructing a loader nor an iterator moves a random stream of the main 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ class DataLoader:
             but 0 and above 0 draw a dataset's random numbers from different streams.
         collate_fn: makes a batch of a list of samples; None means torch's ``default_collate``.
         prefetch_factor: batches a worker reads ahead; needs ``num_workers`` > 0, where None means torch's 2.
+        outlived_signals: names of signals that end no worker, because training saves and leaves on them.
 
     Raises:
         ConfigError: (a ``ValueError``) an argument is out of range, the dataset isn't map-style, or an epoch would
@@ -65,6 +66,7 @@ class DataLoader:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         prefetch_factor: int | None = None,
+        outlived_signals: Sequence[str] = (),
     ) -> None:
         """Stand before the first batch of epoch 0. Reads nothing but the dataset's length."""
         _check_counts(batch_size=batch_size, dp_world_size=dp_world_size, num_workers=num_workers)
@@ -77,6 +79,7 @@ class DataLoader:
         self.num_workers = num_workers
         self.collate_fn = collate_fn
         self.prefetch_factor = prefetch_factor
+        self.outlived_signals = tuple(outlived_signals)
         self.order = EpochOrder(
             dp_world_size=dp_world_size,
             batch_size=batch_size,
@@ -262,6 +265,7 @@ class EpochIterator(Iterator[Any]):
                 num_workers=self._loader.num_workers,
                 collate_fn=self._loader.collate_fn,
                 prefetch_factor=self._loader.prefetch_factor,
+                outlived_signals=self._loader.outlived_signals,
             )
         sample_ids = batch_of(self._indices, self._loader.order.batch_size, number)
         self._is_reading = True

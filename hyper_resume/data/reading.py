@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from hyper_resume.data.sampler import EpochOrder, batch_of
+from hyper_resume.data.workers import outlive
 
 
 class MapDataset(Protocol):
@@ -79,10 +81,12 @@ def start_reading(
     num_workers: int,
     collate_fn: Callable[[list[Any]], Any] | None,
     prefetch_factor: int | None,
+    outlived_signals: Sequence[str] = (),
 ) -> Iterator[Any]:
     """Batches ``first_batch`` to the epoch's last, as ``collate_fn`` makes them.
 
-    ``indices`` are the rank's dataset indices of the whole epoch, int64 of shape ``[n]``.
+    ``indices`` are the rank's dataset indices of the whole epoch, int64 of shape ``[n]``; ``outlived_signals`` are names of
+    signals that end no worker (see :mod:`hyper_resume.data.workers`).
     """
     batches: TorchDataLoader[Any] = TorchDataLoader(
         PlannedDataset(dataset, (order.seed, epoch, dp_rank) if num_workers > 0 else None),
@@ -90,6 +94,7 @@ def start_reading(
         num_workers=num_workers,
         collate_fn=collate_fn,
         prefetch_factor=prefetch_factor,
+        worker_init_fn=functools.partial(outlive, tuple(outlived_signals)) if num_workers > 0 else None,
         # torch draws a base seed for its workers; without a generator of its own that moves the global stream.
         generator=torch.Generator().manual_seed(order.seed),
     )

@@ -21,6 +21,7 @@ from hyper_resume.state.rng import apply_rng, collect_rng
 from hyper_resume.trainer.callbacks import (
     Callback,
     CheckpointerCallback,
+    PreemptionCallback,
     ProgressCallback,
     TrajectoryCallback,
 )
@@ -96,8 +97,12 @@ class BaseTrainer:
             )
         self.callbacks.extend(make(self) for make in makers)
         if config.checkpoint.save_ckpt or config.checkpoint.restore_from is not None:
-            # Last, so that nothing that another callback draws in its hook comes after the random streams are restored.
-            self.callbacks.append(CheckpointerCallback(self))
+            # After these, so that nothing that another callback draws in its hook comes after the random streams are restored.
+            checkpointer = CheckpointerCallback(self)
+            self.callbacks.append(checkpointer)
+            if config.checkpoint.save_ckpt and config.checkpoint.preemption_signals:
+                # Behind it, because a step edge is where every other callback has seen the step. It draws nothing.
+                self.callbacks.append(PreemptionCallback(self, checkpointer))
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -106,6 +111,7 @@ class BaseTrainer:
 
         Raises:
             TrainingIncompleteError: the data ended before the planned step.
+            PreemptedError: a signal asked to stop; the last step is saved.
         """
         try:
             self._dispatch("on_train_begin")

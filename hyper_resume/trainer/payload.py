@@ -1,4 +1,4 @@
-"""What of a trainer goes into a checkpoint, and how what was read is put back, in the one order that keeps the bits.
+"""What of a trainer goes into a checkpoint, and what a load fills.
 
 Works on any object with ``model``, ``optimizer``, ``lr_scheduler``, ``train_dataloader`` and ``state`` (specification 5.2);
 ``optimizer`` and ``lr_scheduler`` may be one object or a list. ``data_iterator``, ``callbacks`` and ``device`` are used where
@@ -13,24 +13,21 @@ from typing import Any
 
 import torch
 
-from hyper_resume import collective
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import CheckpointMismatchError, UnsupportedError, describe
 from hyper_resume.optim.priming import initialize_optimizer_state
-from hyper_resume.state.dataloader import apply_dataloader, collect_dataloader
-from hyper_resume.state.model import apply_model, collect_model
+from hyper_resume.state.dataloader import collect_dataloader
+from hyper_resume.state.model import collect_model
 from hyper_resume.state.names import parameter_names
 from hyper_resume.state.optimizer import (
-    apply_optimizers,
+    check_optimizer_count,
     collect_optimizers,
     flatten_optimizers,
     optimizer_template,
-    saved_optimizer_count,
 )
-from hyper_resume.state.rng import apply_rng, collect_rng
-from hyper_resume.state.scheduler import apply_schedulers, collect_schedulers
-from hyper_resume.state.stateful import apply_stateful, collect_stateful, find_stateful
-from hyper_resume.trainer.progress import resume_point
+from hyper_resume.state.rng import collect_rng
+from hyper_resume.state.scheduler import collect_schedulers
+from hyper_resume.state.stateful import collect_stateful, find_stateful
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +51,20 @@ def collect_payload(trainer: Any, config: CheckpointingConfig) -> dict[str, Any]
 def collect_extra_state(trainer: Any) -> dict[str, Any]:
     """Return this rank's training state: progress, schedulers, data position, other stateful objects, random streams."""
     return {
+        **collect_progress(trainer),
+        "lr_scheduler": collect_schedulers(as_list(trainer.lr_scheduler), parameter_names(trainer.model)),
+        "train_dataloader": collect_dataloader(getattr(trainer, "data_iterator", None), trainer.train_dataloader),
+        "stateful": collect_stateful(stateful_of(trainer)),
+        "rng_state": collect_rng(device_type(trainer)),
+    }
+
+
+def collect_progress(trainer: Any) -> dict[str, Any]:
+    """Return the counters."""
+    return {
         "global_step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
         "epoch_ended": bool(getattr(trainer.state, "epoch_ended", True)),
-        "lr_scheduler": collect_schedulers(_as_list(trainer.lr_scheduler), parameter_names(trainer.model)),
-        "train_dataloader": collect_dataloader(getattr(trainer, "data_iterator", None), trainer.train_dataloader),
-        "stateful": collect_stateful(_find_stateful(trainer)),
-        "rng_state": collect_rng(_device_type(trainer)),
     }
 
 
@@ -92,62 +96,35 @@ def _optimizer_destination(trainer: Any, entries: Entries | None, path: str) -> 
         # A backend that can't say what it holds fills only what exists, so the state is created first.
         for optimizer in optimizers:
             initialize_optimizer_state(optimizer)
-        return collect_optimizers(optimizers, names)
-    saved = saved_optimizer_count(entries)
-    if saved == 0:
-        logger.warning("%s holds no optimizer state: the optimizer starts fresh", path)
-    elif saved != len(optimizers):
-        logger.warning(
-            "the checkpoint holds %s optimizers and this run has %s: pairing the first %s, the others keep their state",
-            saved,
-            len(optimizers),
-            min(saved, len(optimizers)),
-        )
+        primed: dict[str, Any] = _cloned(collect_optimizers(optimizers, names))
+        return primed
+    for reason in check_optimizer_count(optimizers, entries, path):
+        logger.warning("%s", reason)
     return optimizer_template(optimizers, names, entries)
 
 
-def apply_loaded(
-    trainer: Any, config: CheckpointingConfig, payload: dict[str, Any], extra_state: dict[str, Any]
-) -> None:
-    """Put what was read into the live objects.
-
-    Model; optimizer; scheduler (it writes the groups' lr); progress; data position (before the iterator exists); anything
-    else with a state; random streams LAST, after everything that could draw from them. Sets ``start_epoch`` and
-    ``start_step`` of the trainer.
-    """
-    apply_model(trainer.model, payload["model"], strict=not config.is_peft)
-    if config.restore_optimizer:
-        apply_optimizers(flatten_optimizers(trainer.optimizer), parameter_names(trainer.model), payload["optimizer"])
-    if not config.restore_train_state:
-        return
-    names = parameter_names(trainer.model)
-    apply_schedulers(_as_list(trainer.lr_scheduler), extra_state.get("lr_scheduler") or [], names)
-    trainer.state.global_step = extra_state["global_step"]
-    trainer.state.epoch = extra_state["epoch"]
-    if hasattr(trainer.state, "epoch_ended"):
-        trainer.state.epoch_ended = extra_state.get("epoch_ended", True)
-    positioned = apply_dataloader(trainer.train_dataloader, extra_state.get("train_dataloader"))
-    trainer.start_epoch, trainer.start_step = resume_point(trainer, positioned=positioned)
-    apply_stateful(_find_stateful(trainer), extra_state.get("stateful") or {})
-    if (extra_state["rank"], extra_state["world_size"]) == (collective.rank(), collective.world_size()):
-        apply_rng(extra_state["rng_state"], _device_type(trainer))
-    else:
-        logger.warning("the number of ranks changed: random streams start from the seed instead of where they were")
+def _cloned(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _cloned(item) for key, item in value.items()}
+    return type(value)(_cloned(item) for item in value) if type(value) in (list, tuple) else value
 
 
-def _find_stateful(trainer: Any) -> dict[str, Any]:
+def stateful_of(trainer: Any) -> dict[str, Any]:
+    """Return name -> whatever else the trainer holds that has a state."""
     known = [
         trainer.model,
         trainer.train_dataloader,
         getattr(trainer, "data_iterator", None),
-        *_as_list(trainer.optimizer),
-        *_reachable_optimizers(trainer.optimizer),
-        *_as_list(trainer.lr_scheduler),
+        *as_list(trainer.optimizer),
+        *reachable_optimizers(trainer.optimizer),
+        *as_list(trainer.lr_scheduler),
     ]
     return find_stateful(trainer, getattr(trainer, "callbacks", ()), known)
 
 
-def _reachable_optimizers(optimizer: Any) -> list[Any]:
+def reachable_optimizers(optimizer: Any) -> list[Any]:
     """The plain optimizers behind ``optimizer``; none behind an unknown wrapper, which may be there when it isn't saved."""
     try:
         return flatten_optimizers(optimizer)
@@ -155,14 +132,16 @@ def _reachable_optimizers(optimizer: Any) -> list[Any]:
         return []
 
 
-def _device_type(trainer: Any) -> str:
+def device_type(trainer: Any) -> str:
+    """Return cpu, cuda or npu: where the trainer computes."""
     device = getattr(trainer, "device", None)
     if device is None:
         device = next((parameter.device for parameter in trainer.model.parameters()), "cpu")
     return torch.device(device).type
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """Return a list of none, one or several."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

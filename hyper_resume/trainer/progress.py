@@ -33,21 +33,36 @@ def resume_point(trainer: Any, *, positioned: bool) -> tuple[int, int]:
     own (``epoch``, ``batches_consumed``). The two differ when the position was dropped because the data changed, or when an
     epoch has another length now; the loader is then right, because it is what will be read.
     """
-    global_step = trainer.state.global_step
-    per_epoch = steps_per_epoch(trainer)
-    derived = (global_step // per_epoch, global_step % per_epoch)
     loader = trainer.train_dataloader
-    if not positioned or not hasattr(loader, "batches_consumed") or not hasattr(loader, "epoch"):
-        return derived
-    done = -(-loader.batches_consumed // accumulation_steps(trainer))
-    actual = (loader.epoch + 1, 0) if done >= per_epoch else (loader.epoch, done)
-    if actual != derived:
-        logger.warning(
-            "global_step %s at %s steps an epoch would be epoch %s, step %s, but the data position is epoch %s, step %s; "
-            "the data position is followed",
-            global_step,
-            per_epoch,
-            *derived,
-            *actual,
-        )
-    return actual
+    if not positioned or not knows_position(loader):
+        return _derived(trainer, trainer.state.global_step)
+    reason = check_position(trainer, trainer.state.global_step, loader.epoch, loader.batches_consumed)
+    if reason is not None:
+        logger.warning("%s", reason)
+    return _actual(trainer, loader.epoch, loader.batches_consumed)
+
+
+def knows_position(loader: Any) -> bool:
+    """True for a loader that says where it stands."""
+    return hasattr(loader, "batches_consumed") and hasattr(loader, "epoch")
+
+
+def check_position(trainer: Any, global_step: int, epoch: int, batches_consumed: int) -> str | None:
+    """Return why training would not go on at the place that ``global_step`` means; None when it would."""
+    derived, actual = _derived(trainer, global_step), _actual(trainer, epoch, batches_consumed)
+    if actual == derived:
+        return None
+    return (
+        f"global_step {global_step} at {steps_per_epoch(trainer)} steps an epoch would be epoch {derived[0]}, "
+        f"step {derived[1]}, but the data position is epoch {actual[0]}, step {actual[1]}; the data position is followed"
+    )
+
+
+def _derived(trainer: Any, global_step: int) -> tuple[int, int]:
+    per_epoch = steps_per_epoch(trainer)
+    return (global_step // per_epoch, global_step % per_epoch)
+
+
+def _actual(trainer: Any, epoch: int, batches_consumed: int) -> tuple[int, int]:
+    done = -(-batches_consumed // accumulation_steps(trainer))
+    return (epoch + 1, 0) if done >= steps_per_epoch(trainer) else (epoch, done)

@@ -77,6 +77,7 @@ class TextTrainer:
             dp_world_size=1 if mesh is None else mesh.dp_size,
             num_workers=data.num_workers,
             collate_fn=collate,
+            outlived_signals=self.config.checkpoint.preemption_signals if self.config.checkpoint.save_ckpt else (),
         )
 
     def _seed_this_rank(self) -> None:

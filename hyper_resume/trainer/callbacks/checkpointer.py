@@ -17,18 +17,17 @@ import torch
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase, build_checkpointer
+from hyper_resume.checkpoint.retention import Retention
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
-from hyper_resume.errors import CheckpointNotFoundError, describe
+from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
 from hyper_resume.parallel.replicas import check_replicas
+from hyper_resume.state.certificate import Certificate
 from hyper_resume.state.optimizer import flatten_optimizers
 from hyper_resume.trainer.callbacks.base import Callback
-from hyper_resume.trainer.payload import (
-    EXTRA_STATE_SKELETON,
-    apply_loaded,
-    collect_extra_state,
-    collect_payload,
-    make_destination,
-)
+from hyper_resume.trainer.liveness import Liveness
+from hyper_resume.trainer.payload import collect_extra_state, collect_payload
+from hyper_resume.trainer.records import SaveRecords, store_certificate
+from hyper_resume.trainer.restore import restore
 from hyper_resume.trainer.state import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -51,10 +50,10 @@ class CheckpointerCallback(Callback):
         """
         super().__init__(trainer)
         self.config: CheckpointingConfig = trainer.config.checkpoint
-        self.checkpointer: CheckpointerBase = build_checkpointer(
-            ckpt_manager="dcp", extra_state_per_rank=self.config.save_extra_state_per_rank
-        )
+        self.checkpointer: CheckpointerBase = _build(self.config)
         self._last_saved_step = _NEVER_SAVED
+        self._liveness = Liveness()
+        self._records: Path | None = _trajectory_directory(trainer)
         if self.config.save_optimizer or self.config.restore_optimizer:
             flatten_optimizers(trainer.optimizer)
 
@@ -65,11 +64,22 @@ class CheckpointerCallback(Callback):
         logger.info("Checkpoint config: %s", self.config)
         for name in reserved_fields_set(self.config):
             logger.warning("checkpoint.%s is reserved for the Hugging Face export and has no effect yet", name)
-        self._load_checkpoint()
+        if self._records is not None and self.config.save_ckpt:
+            self.checkpointer.add_listener(SaveRecords(self._records))
+        path = self._resolve_restore_path()
+        certificate = None if path is None else self._load_checkpoint(path)
+        if self.config.save_ckpt:
+            # Weights alone are no run to go on with: this one starts from scratch, from other initial weights.
+            self.checkpointer.begin_run(
+                self.config.checkpoint_dir, restored_from=path if self.config.restore_train_state else None
+            )
+        if certificate is not None:
+            self._publish(certificate)
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Save when ``save_steps`` divides the step."""
         step = self._state.global_step
+        self._liveness.saw_step(getattr(self._state, "lrs", ()))
         if self.config.save_ckpt and self.config.save_steps > 0 and step % self.config.save_steps == 0:
             self._save_once(step)
 
@@ -102,6 +112,22 @@ class CheckpointerCallback(Callback):
         """Wait for an asynchronous save in flight and raise its failure on every rank."""
         self.checkpointer.maybe_wait_for_async_save()
 
+    def save_before_leaving(self) -> str:
+        """Save this step synchronously unless that is done, and return its directory. For a job that has to go now.
+
+        A failure of the save in flight is logged, not raised: what counts is that the job's last state gets saved.
+
+        Raises:
+            CheckpointSaveError: it could not be saved; raised on every rank.
+        """
+        try:
+            self.wait_for_pending_save()
+        except CheckpointSaveError:
+            logger.exception("the save in flight failed; saving again")
+            self._last_saved_step = _NEVER_SAVED
+        self._save_once(self._state.global_step, force_sync=True)
+        return str(self._directory())
+
     @property
     def _state(self) -> TrainerState:
         state: TrainerState = self.trainer.state
@@ -118,8 +144,7 @@ class CheckpointerCallback(Callback):
         return True
 
     def _save_checkpoint(self, *, force_sync: bool = False) -> None:
-        state, config = self._state, self.config
-        directory = Path(config.checkpoint_dir) / f"global_step_{state.global_step}"
+        state, config, directory = self._state, self.config, self._directory()
         save_async = config.is_async and not force_sync
         logger.info(
             "Saving checkpoint: global_step=%s, epoch=%s, dir=%s, save_async=%s",
@@ -128,28 +153,26 @@ class CheckpointerCallback(Callback):
             directory,
             save_async,
         )
+        options: dict[str, Any] = {}
+        if config.keep_best > 0 and self.checkpointer.takes_metrics:
+            options["metrics"] = collective.agree(lambda: _metrics(state, config.keep_best_metric))
         payload = collective.agree(lambda: collect_payload(self.trainer, config))
         check_replicas(_tensors(payload))
         if config.save_train_state:
             payload["extra_state"] = collective.agree(lambda: collect_extra_state(self.trainer))
-        self.checkpointer.save(str(directory), payload, global_step=state.global_step, save_async=save_async)
+        movable = self._liveness.movable(self.trainer, payload, state.global_step)
+        self.checkpointer.save(str(directory), payload, global_step=state.global_step, save_async=save_async, **options)
+        for warning in self._liveness.check(state.global_step, self.checkpointer.last_buckets, movable):
+            logger.warning("%s", warning)
+
+    def _directory(self) -> Path:
+        return Path(self.config.checkpoint_dir) / f"global_step_{self._state.global_step}"
 
     # ---- restore ----------------------------------------------------------------------------------------------------
 
-    def _load_checkpoint(self) -> None:
-        path = self._resolve_restore_path()
-        if path is None:
-            return
+    def _load_checkpoint(self, path: str) -> Certificate:
         trainer, config = self.trainer, self.config
-        entries = self.checkpointer.describe(path)
-        payload = collective.agree(lambda: make_destination(trainer, config, entries, path))
-        extra_state = self.checkpointer.load(
-            path,
-            payload,
-            strict_model=not config.is_peft,
-            extra_state_skeleton=dict(EXTRA_STATE_SKELETON) if config.restore_train_state else None,
-        )
-        collective.agree(lambda: apply_loaded(trainer, config, payload, extra_state))
+        certificate = restore(trainer, config, self.checkpointer, path)
         if config.restore_train_state:
             self._last_saved_step = self._state.global_step
         logger.info(
@@ -159,9 +182,21 @@ class CheckpointerCallback(Callback):
             trainer.start_epoch,
             trainer.start_step,
         )
+        return certificate
+
+    def _publish(self, certificate: Certificate) -> None:
+        """Show and store what the restore did."""
+        if collective.rank() != 0:
+            return
+        logger.info("Restore certificate of %s:\n  %s", certificate.path, "\n  ".join(certificate.lines()))
+        directories = [Path(self.config.checkpoint_dir)] if self.config.save_ckpt else []
+        store_certificate(certificate, [*directories, *([self._records] if self._records else [])])
 
     def _resolve_restore_path(self) -> str | None:
         """Rank 0 decides, all ranks follow.
+
+        ``LATEST`` with nothing there starts from scratch, whatever ``on_mismatch`` says: the command that goes on with a job
+        is the one that starts it, and nothing that was saved is passed over.
 
         Raises:
             CheckpointNotFoundError: an explicit path that is no directory, on every rank.
@@ -192,6 +227,50 @@ class CheckpointerCallback(Callback):
             return str(path)
 
         return collective.on_rank_zero(check)
+
+
+def _build(config: CheckpointingConfig) -> CheckpointerBase:
+    return build_checkpointer(
+        ckpt_manager="dcp",
+        extra_state_per_rank=config.save_extra_state_per_rank,
+        verify=config.verify,
+        async_mode=config.async_mode,
+        retention=Retention(
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            keep_best=config.keep_best,
+            best_metric=config.keep_best_metric,
+            best_mode=config.keep_best_mode,
+        ),
+    )
+
+
+def _trajectory_directory(trainer: Any) -> Path | None:
+    directory = getattr(getattr(trainer.config, "trajectory", None), "dir", None)
+    return None if directory is None else Path(directory)
+
+
+def _metrics(state: Any, name: str) -> dict[str, float]:
+    """Return the metric that retention ranks by.
+
+    Raises:
+        ConfigError: the trainer has no such number.
+    """
+    metrics = getattr(state, "metrics", None)
+    value = getattr(state, name, metrics.get(name) if isinstance(metrics, Mapping) else None)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(
+            describe(
+                f"there is no metric {name!r} to choose the best checkpoints by",
+                where="checkpoint.keep_best_metric",
+                expected="a number in trainer.state, or in trainer.state.metrics",
+                found="nothing" if value is None else type(value).__name__,
+                do="set it before the save (a callback of your own runs before the checkpointer), or name another one",
+            )
+        )
+    return {name: float(value)}
 
 
 def _tensors(payload: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from hyper_resume import collective
-from hyper_resume.state.digest import digest_state
+from hyper_resume.digest import digest_state
 from hyper_resume.state.model import collect_model
 from hyper_resume.state.names import parameter_names
 from hyper_resume.state.optimizer import collect_optimizers, flatten_optimizers
 from hyper_resume.state.rng import collect_rng
 from hyper_resume.trainer.callbacks.base import Callback
+from hyper_resume.trainer.records import prepare_lines
 from hyper_resume.trainer.state import TrainerState
 
 
@@ -48,19 +48,10 @@ class TrajectoryCallback(Callback):
         if self._digests:
             record["digests"] = self._digest()
         if not self._prepared:
-            self._prepare()
+            prepare_lines(self._path)
+            self._prepared = True
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-
-    def _prepare(self) -> None:
-        """Make the directory, and drop a line that an earlier process was killed in the middle of."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            content = self._path.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if whole != len(content):
-                os.truncate(self._path, whole)
-        self._prepared = True
 
     def _digest(self) -> dict[str, Any]:
         trainer = self.trainer

@@ -1,0 +1,111 @@
+"""A job that is asked to stop saves and leaves, on all ranks at the same step, whoever of them was asked."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyper_resume import collective
+from hyper_resume.errors import PreemptedError, describe
+from hyper_resume.trainer.callbacks.base import Callback
+from hyper_resume.trainer.callbacks.checkpointer import CheckpointerCallback
+from hyper_resume.trainer.state import TrainerState
+
+logger = logging.getLogger(__name__)
+
+
+class PreemptionCallback(Callback):
+    """Turns a signal into a save at the next step edge and a :class:`PreemptedError` on every rank.
+
+    A signal sets a flag and nothing else, so it may come at any moment: in a long step, in another callback's evaluation, in a
+    save. At each step edge the ranks agree by one small all-reduce. It comes after every other callback in every hook: an edge
+    is where all of them have seen the step.
+
+    After the last planned step nothing is broken off any more: what is asked for then is saved at once, and the training ends
+    as a finished one.
+    """
+
+    def __init__(self, trainer: Any, checkpointer: CheckpointerCallback) -> None:
+        """Watch for ``checkpoint.preemption_signals``; ``checkpointer`` is who saves."""
+        super().__init__(trainer)
+        self._checkpointer = checkpointer
+        self._numbers = [signal.Signals[name] for name in trainer.config.checkpoint.preemption_signals]
+        self._group: dist.ProcessGroup | None = None
+        self._received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    # ---- hooks ------------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Install the handlers; Python runs them in the main thread only, so elsewhere another rank has to be asked."""
+        self._group = collective.new_cpu_group()
+        self._received = None
+        if threading.current_thread() is threading.main_thread():
+            for number in self._numbers:
+                self._before[number] = signal.signal(number, self._take_note)
+
+    def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Ask all ranks; if any was asked to stop, save and leave.
+
+        1. every rank: one all-reduce of the number of ranks that were asked; 2. if there are any: gathers who and by what;
+        3. every rank: saves, synchronously; 4. every rank: raises.
+
+        Raises:
+            PreemptedError: the step is saved, on every rank.
+            CheckpointSaveError: it could not be saved, on every rank.
+        """
+        asked = self._who_was_asked()
+        if not asked:
+            return
+        current: TrainerState = self.trainer.state
+        who = ", ".join(f"rank {rank} ({name})" for rank, name in asked.items())
+        logger.warning("asked to stop by %s: saving at global_step=%s", who, current.global_step)
+        path = self._checkpointer.save_before_leaving()
+        if current.global_step >= self.trainer.train_steps:
+            logger.warning("global_step=%s is the last one: the training ends as planned", current.global_step)
+            return
+        raise PreemptedError(
+            describe(
+                f"training was preempted by {', '.join(sorted(set(asked.values())))} after global_step "
+                f"{current.global_step} of {self.trainer.train_steps}, which is saved",
+                where=path,
+                found=f"the signal was received by {who}",
+                do=f"start the same command again with checkpoint.restore_from=LATEST (or {path})",
+            )
+        )
+
+    def on_train_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Put the old handlers back. What was received since the last edge is dropped: there is nothing left to stop."""
+        for number, handler in self._before.items():
+            # None: it was not installed from Python, and can't be.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Put the old handlers back."""
+        self.on_train_end()
+
+    # ---- the flag ---------------------------------------------------------------------------------------------------
+
+    def _take_note(self, number: int, frame: FrameType | None) -> None:
+        self._received = signal.Signals(number)
+
+    def _who_was_asked(self) -> Mapping[int, str]:
+        """Return rank -> name of its signal, the same on all ranks."""
+        # Looked at once: a signal between two looks would make this rank contradict itself. It waits for the next edge.
+        received = self._received
+        if not collective.is_distributed():
+            return {} if received is None else {0: received.name}
+        count = torch.tensor(0 if received is None else 1, dtype=torch.int32)
+        dist.all_reduce(count, group=self._group)
+        if int(count) == 0:
+            return {}
+        names = collective.gather(None if received is None else received.name, self._group)
+        return {rank: name for rank, name in enumerate(names) if name is not None}

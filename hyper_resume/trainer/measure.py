@@ -1,0 +1,84 @@
+"""Digests of each bucket as it was read and as it lives after a restore, in one form, so that the two can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hyper_resume.digest import state_text
+from hyper_resume.state.model import collect_model
+from hyper_resume.state.names import parameter_names
+from hyper_resume.state.optimizer import collect_optimizers, flatten_optimizers
+from hyper_resume.state.rng import collect_rng
+from hyper_resume.state.scheduler import collect_schedulers, expected_schedulers
+from hyper_resume.state.stateful import collect_stateful
+from hyper_resume.trainer.payload import as_list, collect_progress, device_type, stateful_of
+from hyper_resume.trainer.progress import knows_position
+
+# Made when state is collected, from the state itself.
+_DERIVED = frozenset({"state_keys"})
+
+
+def read_digests(trainer: Any, payload: Mapping[str, Any], extra_state: Mapping[str, Any]) -> dict[str, str]:
+    """Return bucket -> digest of this rank's part of what was read; only buckets that a live trainer can be asked for."""
+    parts: dict[str, Any] = {"model": payload["model"]}
+    if "optimizer" in payload:
+        parts["optimizer"] = _plain_optimizers(payload["optimizer"])
+    if extra_state:
+        progress = collect_progress(trainer)
+        schedulers, names = as_list(trainer.lr_scheduler), parameter_names(trainer.model)
+        parts["progress"] = {key: extra_state.get(key, value) for key, value in progress.items()}
+        parts["lr_scheduler"] = expected_schedulers(schedulers, extra_state.get("lr_scheduler") or [], names)
+        if knows_position(trainer.train_dataloader):
+            parts["train_dataloader"] = extra_state.get("train_dataloader")
+        saved = extra_state.get("stateful") or {}
+        parts["stateful"] = {name: saved[name] for name in stateful_of(trainer) if name in saved}
+        parts["rng_state"] = extra_state["rng_state"]
+    return {bucket: state_text(part) for bucket, part in parts.items()}
+
+
+def live_digests(
+    trainer: Any, payload: Mapping[str, Any], extra_state: Mapping[str, Any], buckets: Mapping[str, str]
+) -> dict[str, str]:
+    """Return bucket -> digest of the live state, of those ``buckets`` and in the form of :func:`read_digests`.
+
+    The position of a loader is asked only where it is plainly told: a foreign loader's ``state_dict`` may start workers.
+    """
+    names = parameter_names(trainer.model)
+    live: dict[str, Any] = {}
+    model = collect_model(trainer.model)
+    live["model"] = {name: model[name] for name in payload["model"]}
+    if "optimizer" in buckets:
+        optimizers = collect_optimizers(flatten_optimizers(trainer.optimizer), names)
+        live["optimizer"] = _plain_optimizers({index: optimizers[index] for index in payload["optimizer"]})
+    if "progress" in buckets:
+        saved = extra_state.get("lr_scheduler") or []
+        live["progress"] = collect_progress(trainer)
+        live["lr_scheduler"] = [
+            {key: value for key, value in state.items() if key in expected}
+            for state, expected in zip(collect_schedulers(as_list(trainer.lr_scheduler), names), saved, strict=False)
+        ]
+        states = extra_state.get("stateful") or {}
+        found = {name: value for name, value in stateful_of(trainer).items() if name in states}
+        live["stateful"] = collect_stateful(found)
+        live["rng_state"] = collect_rng(device_type(trainer))
+    if "train_dataloader" in buckets:
+        live["train_dataloader"] = trainer.train_dataloader.state_dict()
+    return {bucket: state_text(part) for bucket, part in live.items()}
+
+
+def _plain_optimizers(optimizers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state with groups and names in an order that does not depend on the run."""
+    return {
+        index: {
+            "state": part["state"],
+            "groups": sorted(
+                (_plain_group(group) for group in part["param_groups"] or ()), key=lambda one: one["params"]
+            ),
+        }
+        for index, part in optimizers.items()
+    }
+
+
+def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: sorted(value) if key == "params" else value for key, value in group.items() if key not in _DERIVED}

@@ -1,0 +1,248 @@
+"""A restore: everything is checked, then applied in the one order that keeps the bits, then measured.
+
+What fails, on any rank, leaves every live object on every rank as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from typing import Any
+
+from hyper_resume import collective
+from hyper_resume.checkpoint.base import CheckpointerBase
+from hyper_resume.config.schema import CheckpointingConfig
+from hyper_resume.errors import CheckpointMismatchError, describe
+from hyper_resume.state.certificate import BUCKETS, BucketCertificate, Certificate, judge
+from hyper_resume.state.dataloader import apply_dataloader
+from hyper_resume.state.model import apply_extra_states, apply_model
+from hyper_resume.state.names import parameter_names
+from hyper_resume.state.optimizer import apply_optimizers, flatten_optimizers, remember_optimizer
+from hyper_resume.state.rng import apply_rng, collect_rng
+from hyper_resume.state.scheduler import apply_schedulers
+from hyper_resume.state.stateful import apply_stateful
+from hyper_resume.trainer.findings import Findings, check_all, is_own_rank
+from hyper_resume.trainer.measure import live_digests, read_digests
+from hyper_resume.trainer.payload import (
+    EXTRA_STATE_SKELETON,
+    as_list,
+    device_type,
+    make_destination,
+    reachable_optimizers,
+    stateful_of,
+)
+from hyper_resume.trainer.progress import resume_point
+
+logger = logging.getLogger(__name__)
+
+
+def restore(trainer: Any, config: CheckpointingConfig, checkpointer: CheckpointerBase, path: str) -> Certificate:
+    """Bring the trainer to where the checkpoint at ``path`` left it; every rank calls it.
+
+    1. all ranks: the backend reads into buffers of its own; 2. each rank: checks every bucket, and with
+    ``on_mismatch: error`` all ranks refuse what any of them would only be warned of; 3. each rank: applies all but the model's
+    tensors; 4. all ranks: when every one has come so far, the backend fills the live model; 5. each rank: model hooks, and the
+    random streams once more, LAST; 6. each rank: digests of the live state against those of what was read.
+
+    Raises:
+        CheckpointMismatchError: parts don't fit, or ``on_mismatch: error`` and the restore would not be, or was not, exact.
+        CheckpointNotFoundError: what is asked for is not there.
+    """
+    undo = ExitStack()
+    _remember_streams(trainer, undo)
+    try:
+        certificate = _Restore(trainer, config, checkpointer, path, undo).run()
+    except BaseException:
+        try:
+            undo.close()
+        except Exception:
+            logger.exception("not everything could be taken back after the failed restore")
+        raise
+    return certificate
+
+
+def _remember_streams(trainer: Any, undo: ExitStack) -> None:
+    streams, kind = collect_rng(device_type(trainer)), device_type(trainer)
+    undo.callback(apply_rng, streams, kind)
+
+
+class _Restore:
+    """One restore on this rank."""
+
+    def __init__(
+        self, trainer: Any, config: CheckpointingConfig, checkpointer: CheckpointerBase, path: str, undo: ExitStack
+    ) -> None:
+        self._trainer = trainer
+        self._config = config
+        self._checkpointer = checkpointer
+        self._path = path
+        self._undo = undo
+        self._destination: dict[str, Any] = {}
+        self._findings: Findings | None = None
+        self._digests: Mapping[str, str] = {}
+        self._entries: Mapping[str, Any] | None = None
+
+    def run(self) -> Certificate:
+        trainer, config, checkpointer = self._trainer, self._config, self._checkpointer
+        self._entries = checkpointer.describe(self._path)
+        for optimizer in reachable_optimizers(trainer.optimizer):
+            remember_optimizer(optimizer, self._undo)
+        self._destination = collective.agree(lambda: make_destination(trainer, config, self._entries, self._path))
+        checkpointer.check_loaded = self._accept
+        try:
+            extra_state = checkpointer.load(
+                self._path,
+                self._destination,
+                strict_model=not config.is_peft,
+                extra_state_skeleton=dict(EXTRA_STATE_SKELETON) if config.restore_train_state else None,
+            )
+        finally:
+            checkpointer.check_loaded = None
+        if self._findings is None:
+            # A backend without buffers has written to the live model by now; all else is still as it was.
+            collective.agree(lambda: self._accept(self._destination, extra_state))
+        collective.agree(lambda: self._finish(extra_state))
+        parts = collective.agree(lambda: self._measure(extra_state))
+        gathered = collective.gather(parts)
+        certificate = self._certificate(tuple(part for index in range(len(parts)) for part in _column(gathered, index)))
+        if config.on_mismatch == "error" and not certificate.is_exact:
+            raise _refusal(
+                self._path, [f"{p.bucket}: {p.reason}" for p in certificate.parts if p.verdict == "degraded"]
+            )
+        return certificate
+
+    # ---- before the live model is written ---------------------------------------------------------------------------
+
+    def _accept(self, read: Mapping[str, Any], extra_state: Mapping[str, Any]) -> None:
+        """Check what was read; if it will do, apply all of it but the model's tensors."""
+        payload = _overlay(self._destination, read)
+        findings = check_all(self._trainer, self._config, self._entries, payload, extra_state, self._path)
+        if self._config.on_mismatch == "error" and findings.all_reasons():
+            raise _refusal(self._path, findings.all_reasons())
+        for reason in findings.to_warn:
+            logger.warning("%s", reason)
+        self._digests = read_digests(self._trainer, payload, extra_state)
+        self._apply(payload, extra_state)
+        self._findings = findings
+
+    def _apply(self, payload: Mapping[str, Any], extra_state: Mapping[str, Any]) -> None:
+        """Optimizer; scheduler (it writes the groups' lr); progress; data position (before the iterator exists); anything
+        else with a state; random streams.
+        """
+        trainer, config, undo = self._trainer, self._config, self._undo
+        names = parameter_names(trainer.model)
+        apply_extra_states(trainer.model, payload["model"], undo)
+        if config.restore_optimizer:
+            apply_optimizers(flatten_optimizers(trainer.optimizer), names, payload["optimizer"])
+        if not config.restore_train_state:
+            return
+        schedulers = as_list(trainer.lr_scheduler)
+        for optimizer in [found for one in schedulers if (found := getattr(one, "optimizer", None)) is not None]:
+            remember_optimizer(optimizer, undo)
+        apply_schedulers(schedulers, extra_state.get("lr_scheduler") or [], names, undo=undo)
+        _remember_attributes(trainer.state, ("global_step", "epoch", "epoch_ended"), undo)
+        _remember_attributes(trainer, ("start_epoch", "start_step"), undo)
+        trainer.state.global_step = extra_state["global_step"]
+        trainer.state.epoch = extra_state["epoch"]
+        if hasattr(trainer.state, "epoch_ended"):
+            trainer.state.epoch_ended = extra_state.get("epoch_ended", True)
+        positioned = apply_dataloader(trainer.train_dataloader, extra_state.get("train_dataloader"), undo=undo)
+        trainer.start_epoch, trainer.start_step = resume_point(trainer, positioned=positioned)
+        apply_stateful(stateful_of(trainer), extra_state.get("stateful") or {}, undo=undo)
+        self._apply_streams(extra_state)
+
+    def _apply_streams(self, extra_state: Mapping[str, Any]) -> None:
+        if is_own_rank(extra_state):
+            apply_rng(extra_state["rng_state"], device_type(self._trainer))
+
+    # ---- after it was written ---------------------------------------------------------------------------------------
+
+    def _finish(self, extra_state: Mapping[str, Any]) -> None:
+        apply_model(self._trainer.model, self._destination["model"], strict=not self._config.is_peft)
+        if self._config.restore_train_state:
+            # Once more, and last: a load hook may have drawn.
+            self._apply_streams(extra_state)
+
+    def _measure(self, extra_state: Mapping[str, Any]) -> list[BucketCertificate]:
+        """Judge every bucket of this rank. Looking must not move a stream, whatever a foreign ``state_dict`` does."""
+        findings = self._findings
+        assert findings is not None  # _accept has run
+        kind = device_type(self._trainer)
+        streams = collect_rng(kind)
+        try:
+            live = live_digests(self._trainer, self._destination, extra_state, self._digests)
+        finally:
+            apply_rng(streams, kind)
+        saved = self._evidence()
+        return [
+            judge(
+                bucket=bucket,
+                rank=collective.rank(),
+                absent=findings.absent.get(bucket, ""),
+                reasons=findings.reasons.get(bucket, ()),
+                saved=saved.get(bucket),
+                loaded=self._digests.get(bucket),
+                live=live.get(bucket),
+            )
+            for bucket in BUCKETS
+        ]
+
+    def _evidence(self) -> dict[str, tuple[str, str]]:
+        """Return bucket -> the storage's own digests at the save and of what was read, of buckets that were read whole."""
+        report = self._checkpointer.last_load
+        if report is None:
+            return {}
+        partly = {name.split(".", 1)[0] for name in report.unread}
+        return {
+            bucket: (report.saved[bucket], report.loaded[bucket])
+            for bucket in BUCKETS
+            if bucket in report.saved and bucket in report.loaded and bucket not in partly
+        }
+
+    def _certificate(self, parts: tuple[BucketCertificate, ...]) -> Certificate:
+        trainer, report = self._trainer, self._checkpointer.last_load
+        return Certificate(
+            path=self._path,
+            global_step=trainer.state.global_step,
+            start_epoch=trainer.start_epoch,
+            start_step=trainer.start_step,
+            world_size=collective.world_size(),
+            verified="not told by the backend" if report is None else report.verified,
+            created_at=datetime.now(UTC).isoformat(timespec="microseconds"),
+            parts=parts,
+        )
+
+
+def _column(rows: list[list[BucketCertificate]], index: int) -> list[BucketCertificate]:
+    return [row[index] for row in rows]
+
+
+def _remember_attributes(owner: Any, names: tuple[str, ...], undo: ExitStack) -> None:
+    for name in names:
+        if hasattr(owner, name):
+            undo.callback(setattr, owner, name, copy.copy(getattr(owner, name)))
+
+
+def _overlay(structure: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``structure`` with the leaves that were read; what was not read keeps its place and value."""
+    result = dict(structure)
+    for key, value in leaves.items():
+        own = structure.get(key)
+        nested = isinstance(own, Mapping) and isinstance(value, Mapping)
+        result[key] = _overlay(own, value) if nested and own is not None else value
+    return result
+
+
+def _refusal(path: str, reasons: list[str]) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        describe(
+            "the restore would not be exact, and checkpoint.on_mismatch is error",
+            where=path,
+            expected="every bucket as it was saved",
+            found="; ".join(reasons),
+            do="resume as the run was saved, or set checkpoint.on_mismatch=warn to go on with these differences",
+        )
+    )
