@@ -53,7 +53,7 @@ ABILITIES = frozenset(
 
 
 # Rank 0 publishes a save for all of them.
-_OF_RANK_ZERO = ("before_commit", "before_pointer")
+_OF_RANK_ZERO = ("before_commit", "before_pointer", "before_retention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class JobFault:
         return tuple(range(world_size)) if self.rank is None else (self.rank,)
 
     def strikes(self, world_size: int, nodes: int) -> tuple[int, ...]:
-        """The ranks that it is done to, of a leg of ``world_size`` on ``nodes`` of equal size."""
+        """The ranks that it is done to, of a leg of ``world_size`` on ``nodes`` of equal size; by way of their launcher too."""
         kind, _, number = self.victims.partition("-")
         if kind == "all":
             return tuple(range(world_size))

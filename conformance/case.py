@@ -284,10 +284,12 @@ def _fault_problem(leg: LegStep, world_size: int) -> str:
     if fault.rank is not None and not 0 <= fault.rank < world_size:
         return f"its fault: there is no rank {fault.rank}"
     kind, _, number = fault.victims.partition("-")
-    known = {"all": 0, "rank": world_size, "node": leg.nodes}
+    known = {"all": 0, "rank": world_size, "node": leg.nodes, "launcher": leg.nodes}
     is_right = fault.victims == "all" or (kind in known and number.isdigit() and int(number) < known[kind])
     if not is_right or (fault.kind == "raise" and fault.victims != "all"):
         return f"its fault: victims {fault.victims!r} are neither all nor one of its ranks or nodes (raise: all)"
+    if kind == "launcher" and fault.kind != "terminate":
+        return "its fault: a launcher alone is terminated; killed, it takes its ranks along (node-0)"
     return ""
 
 

@@ -22,6 +22,7 @@ EVENT_KINDS = (
     "log",
     "begin",
     "restored",
+    "refused",
     "saved",
     "paused",
     "fault",

@@ -212,6 +212,21 @@ def _by_trainer(kind: str) -> list[str]:
 
 
 @FAULTS.register(by_trainer=True)
+def make_foreign(disk: Disk, *, step: int) -> list[str]:
+    """Make the step directory one that stock tools could have written: the same content, no manifest, no mark of a save.
+
+    So do the removals and edits below, each after its own change.
+    """
+    return _by_trainer("make_foreign")
+
+
+@FAULTS.register(by_trainer=True)
+def flip_tensor_byte(disk: Disk, *, step: int, entry: str, rank: int = 0) -> list[str]:
+    """Flip the lowest bit of a tensor's first number, in what ``rank`` stored of ``entry``; the manifest stays."""
+    return _by_trainer("flip_tensor_byte")
+
+
+@FAULTS.register(by_trainer=True)
 def remove_model_key(disk: Disk, *, step: int, key: str) -> list[str]:
     """Write the step directory again without the model entry ``key`` (with or without its ``model.`` prefix)."""
     return _by_trainer("remove_model_key")

@@ -3,7 +3,9 @@
 What counts is what the kernel is asked for: ``create`` (open for writing), ``write`` (one write of bytes), ``fsync``,
 ``truncate``, ``rename``, ``remove``, ``make directory``, ``remove directory``, ``link``. Reading does not count. Python's own
 functions are replaced, so whatever writes through them is seen; a library that writes from C by a name of its own
-(``torch.save`` to a path, say; to an open file it does not) is not. Owner, mode and times do not count.
+(``torch.save`` to a path, say; to an open file it does not) is not: an adapter whose trainer does so (``renameat2``, by which
+two names change places, and which Python has no function for) tells of it by :meth:`FileOperations.tell`, as ``exchange``.
+Owner, mode and times do not count.
 
 Standard library only.
 """

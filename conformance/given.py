@@ -145,6 +145,15 @@ class CheckpointGiven:
     save_extra_state_per_rank: bool | None = None
     restore_optimizer: bool | None = None
     restore_train_state: bool | None = None
+    async_mode: Literal["thread", "process"] | None = None
+    verify: Literal["digest", "size"] | None = None
+    on_mismatch: Literal["warn", "error"] | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int | None = None
+    keep_best_metric: str | None = None
+    keep_best_mode: Literal["min", "max"] | None = None
+    preemption_signals: tuple[str, ...] | None = None
     model_save_format: str | None = None
     save_consolidated: str | None = None
     staging_dir: str | None = None
@@ -177,10 +186,13 @@ class Given:
     hold_saves: a save of step N in the background becomes visible only when step N + hold_saves is trained or training is
         over, and a moment after that; the leg tells how each went (check ``saves_in_background``). 0: as fast as it goes.
         Base trainer only.
+    second_writer: while the leg runs, another process holds the lock of the checkpoint directory (``.writer.lock``), as a run
+        does that saves there too.
     tell_operations: every change on disk that a save makes is told, numbered from 1 in each save of each rank.
     extras: further objects with a state that the trainer holds: ``ema`` (average of the weights, with its own update
         count), ``scaler`` (multiplies the loss by a scale that it doubles every 3 steps), ``counter`` (a stateful callback
-        that counts steps, base trainer only), ``generator`` (a torch.Generator that the loss draws from).
+        that counts steps, base trainer only), ``generator`` (a torch.Generator that the loss draws from), ``forgetful`` (a
+        count of steps that its own ``load_state_dict`` does not take back).
     """
 
     trainer: Literal["base", "duck"] = "base"
@@ -202,8 +214,9 @@ class Given:
     folder: str = "checkpoints"
     save_at_step_zero: bool = False
     hold_saves: int = 0
+    second_writer: bool = False
     tell_operations: bool = False
-    extras: tuple[Literal["ema", "scaler", "counter", "generator"], ...] = ()
+    extras: tuple[Literal["ema", "scaler", "counter", "generator", "forgetful"], ...] = ()
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,20 +13,26 @@ from conformance.probe import JOB_VARIABLE
 
 # The module whose processes fork legs.
 SERVER = "conformance.warm_server"
+_KEEPER = b"multiprocessing.resource_tracker"
 _POLL_SECONDS = 0.004
 
 
 def kill_leftovers(folder: Path, *, limit_seconds: float = 10.0) -> list[int]:
     """Kill every process of the leg in ``folder`` until none is left; the process ids that were, ascending.
 
+    Not named is what has just ended by itself, and Python's own keeper of shared resources: whoever has started a process by
+    ``spawn`` has one, which ends a moment after all of them.
+
     Raises:
         OSError: one of them survives SIGKILL (it hangs in the kernel, on a file system say), or may not be killed.
     """
     killed: set[int] = set()
+    keepers: set[int] = set()
     deadline = time.monotonic() + limit_seconds
     while left := _belonging_to(folder):
         if time.monotonic() > deadline:
             raise OSError(f"processes {left} survive SIGKILL for {limit_seconds:g} s")
+        keepers.update(pid for pid in left if _ends_by_itself(pid))
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -36,7 +42,16 @@ def kill_leftovers(folder: Path, *, limit_seconds: float = 10.0) -> list[int]:
         # Where this process adopts orphans (see st), it is what they wait for to be gone.
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
-    return sorted(killed)
+    return sorted(killed - keepers)
+
+
+def _ends_by_itself(pid: int) -> bool:
+    process = Path("/proc") / str(pid)
+    try:
+        is_zombie = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
+        return is_zombie or any(_KEEPER in word for word in _words(process / "cmdline"))
+    except OSError:
+        return True
 
 
 def _belonging_to(folder: Path) -> list[int]:

@@ -17,8 +17,8 @@ from pathlib import Path
 from conformance.adapter import Adapter, Job, write_job
 from conformance.evidence import DISK_AFTER, DISK_BEFORE, JOB_NAME, EvidenceError, rank_log, read_events, take_listing
 from conformance.faults import POINTER_NAME
+from conformance.launching import HostError, Launcher, LegOrder, Rank, RunningLeg
 from conformance.probe import JOB_VARIABLE
-from conformance.processes import HostError, Launcher, LegOrder, Rank, RunningLeg
 from conformance.record import RecordError, read_trajectory
 from conformance.results import AskedFault, LegRecord, RankEnd
 
@@ -169,7 +169,11 @@ def _strike_when_reached(plan: LegPlan, life: _Life, leg: RunningLeg) -> bool:
     if life.reached != awaited:
         return False
     struck = fault.strikes(plan.job.world_size, plan.job.nodes)
-    leg.strike(struck, _SIGNALS[fault.kind])
+    kind, _, node = fault.victims.partition("-")
+    if kind == "launcher":
+        leg.strike_launcher(int(node), _SIGNALS[fault.kind])
+    else:
+        leg.strike(struck, _SIGNALS[fault.kind])
     if fault.kind == "terminate" or len(struck) < plan.job.world_size:
         # Who handles the signal, or is spared, goes on from where it waits.
         (plan.folder / "go").touch()

@@ -61,7 +61,8 @@ class Probe:
 
         ``start`` versions · ``configuration`` values (of each field by its dotted name: value, source) · ``built`` buckets
         (before anything is restored) · ``callbacks`` names · ``log`` level, logger, message · ``begin`` global_step, epoch,
-        start_epoch, start_step, buckets · ``restored`` global_step, epoch, path, lrs, buckets · ``saved`` global_step, epoch,
+        start_epoch, start_step, buckets · ``restored`` global_step, epoch, path, lrs, buckets · ``refused`` buckets
+        (an error came before training began) · ``saved`` global_step, epoch,
         directory, save_async, buckets · ``error`` class, bases, message · ``end`` global_step, epoch, buckets · ``value`` name,
         value · ``operation`` save, number, what, where · ``trouble`` message (the leg itself is broken, not the trainer) ·
         ``sabotage_fired`` id. ``buckets`` is bucket -> entry -> text, see :func:`describe`.

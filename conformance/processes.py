@@ -1,6 +1,6 @@
 """Starting the ranks of a leg and learning how they ended: cold (an interpreter each) or warm (forked from a server).
 
-What starts a leg is a :class:`Launcher`; the one here is :class:`Hosts`, ``st`` has another for torchrun.
+What starts a leg is a :class:`conformance.launching.Launcher`; the one here is :class:`Hosts`, ``st`` has another for torchrun.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from conformance.adapter import Launch
 from conformance.evidence import rank_log
+from conformance.launching import HostError, LegOrder, Rank, RunningLeg
 from conformance.leftovers import SERVER, kill_leftovers, kill_process_group
 from conformance.results import RankEnd
 
@@ -29,87 +29,6 @@ _POLL_SECONDS = 0.004
 # One thread a leg: the machine is shared, and sums in one order keep the bits.
 # Python's fault handler writes the stacks of all threads when a rank is told to abort, whatever it hangs in.
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONFAULTHANDLER": "1"}
-
-
-class HostError(RuntimeError):
-    """The warm server died or does not answer; nothing is known of the leg then."""
-
-
-class Rank(Protocol):
-    """One started process."""
-
-    def poll(self) -> RankEnd | None:
-        """How it ended; None while it lives."""
-        ...
-
-    def send(self, number: signal.Signals) -> None:
-        """Signal it, if it lives."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class LegOrder:
-    """What is to be started: ``launches`` by rank, in ``folder``, as ``nodes`` of equal size."""
-
-    folder: Path
-    launches: tuple[Launch, ...]
-    environment: Mapping[str, str]
-    nodes: int = 1
-
-
-class RunningLeg(Protocol):
-    """A leg that was started: its ranks, and the processes that started them where these live beside them."""
-
-    @property
-    def name(self) -> str:
-        """``warm``, ``cold`` or ``torchrun``."""
-        ...
-
-    @property
-    def ranks(self) -> Sequence[Rank]:
-        """By rank."""
-        ...
-
-    @property
-    def agents(self) -> Sequence[Rank]:
-        """By node; none for a launcher that is no process of the leg."""
-        ...
-
-    def strike(self, ranks: Sequence[int], number: signal.Signals) -> None:
-        """Signal these ranks, and the agents of the nodes that lose all their ranks by it."""
-        ...
-
-    def dump(self) -> None:
-        """Make every living rank write its Python stacks into its log, which ends it."""
-        ...
-
-    def clear(self) -> list[int]:
-        """Kill whatever is left of a leg whose ranks have ended; the process ids that were."""
-        ...
-
-
-class Launcher(Protocol):
-    """What starts legs. Threads may share it."""
-
-    def start(self, order: LegOrder) -> RunningLeg:
-        """Start every rank.
-
-        Raises:
-            HostError: they can't be started.
-        """
-        ...
-
-    def wait(self) -> None:
-        """Wait a moment, at most until something is known."""
-        ...
-
-    def stop(self) -> None:
-        """Kill every running leg, whose thread then comes to its end, and start no other. Any thread may call it."""
-        ...
-
-    def close(self) -> None:
-        """End everything that it has started."""
-        ...
 
 
 class ColdRank:
@@ -301,6 +220,9 @@ class _Ranks:
     def strike(self, ranks: Sequence[int], number: signal.Signals) -> None:
         for rank in ranks:
             self.ranks[rank].send(number)
+
+    def strike_launcher(self, node: int, number: signal.Signals) -> None:
+        raise HostError("a launcher that is a process of its own needs torchrun")
 
     def dump(self) -> None:
         for rank in self.ranks:

@@ -12,8 +12,8 @@ from pathlib import Path
 from conformance.adapter import Adapter, Job
 from conformance.compare import ALL_COLUMNS, bits, cells, show
 from conformance.comparison import Divergence
+from conformance.launching import Launcher
 from conformance.legs import LegPlan, run_leg
-from conformance.processes import Launcher
 from conformance.record import RecordError, Trajectory, TrajectoryRecord, read_trajectory
 from conformance.results import CalibrationRecord, LegRecord
 from conformance.serial import to_plain

@@ -17,8 +17,8 @@ from conformance.evidence import Evidence, EvidenceError, LegEvidence, read_even
 from conformance.faults import FAULTS, Disk, FaultError, strike
 from conformance.given import complete, merge
 from conformance.judge import Verdict, judge
+from conformance.launching import Launcher
 from conformance.legs import LegPlan, run_leg
-from conformance.processes import Launcher
 from conformance.references import References
 from conformance.results import (
     CalibrationRecord,

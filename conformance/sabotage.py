@@ -129,5 +129,8 @@ _MODULES = tuple(
         "refusing",
         "restoring",
         "storing",
+        "trusting",
+        "keeping",
+        "halting",
     )
 )

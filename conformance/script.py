@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 Moment = Literal[
-    "after_step", "after_epoch", "before_save", "before_commit", "before_pointer", "during_load", "file_operation"
+    "after_step",
+    "after_epoch",
+    "before_save",
+    "before_commit",
+    "before_pointer",
+    "before_retention",
+    "during_load",
+    "file_operation",
 ]
 
 
@@ -15,18 +22,20 @@ Moment = Literal[
 class LegFault:
     """How a leg is ended at step ``after_step``.
 
-    kind: ``kill`` SIGKILL, from outside, while the ranks wait; ``terminate`` SIGTERM in the same way; ``raise`` every
-        rank's training raises an error.
+    kind: ``kill`` SIGKILL, from outside, while the ranks wait; ``terminate`` SIGTERM in the same way, after which whoever
+        handles it goes on; ``raise`` every rank's training raises an error.
     moment: ``after_step`` when the step and its ``on_step_end`` (with its save) are done; ``after_epoch`` when that step ended
         an epoch and ``on_epoch_end`` (with its save) is done too; ``before_save`` before the step's ``on_step_end`` saves;
         ``before_commit`` when all files of its save are written but not yet visible; ``before_pointer`` when the step
-        directory is visible and the pointer is still the old one (at both rank 0 alone waits); ``during_load`` while the
+        directory is visible and the pointer is still the old one; ``before_retention`` when the pointer names it and nothing
+        outdated is deleted yet (at these three rank 0 alone waits); ``during_load`` while the
         checkpoint of that step (0: of whichever step) is loaded, before the first tensor is read; ``file_operation`` right
         before a change on disk that ``rank`` makes in the save of that step, the ``operation``-th, from 1 (see
         :mod:`conformance.file_operations`). Only that rank waits there, the others are wherever they are. All but the first
         three need a save (or a checkpoint) of that step.
     victims: ``all`` the ranks, and whatever started them; ``rank-2`` that rank alone; ``node-1`` a node's launcher with
-        its ranks. Who is spared goes on, and has to end by itself with an error.
+        its ranks; ``launcher-0`` a node's launcher alone, which passes a SIGTERM on to its ranks (torchrun only). Who is
+        spared goes on, and has to end by itself with an error.
     """
 
     kind: Literal["kill", "terminate", "raise"]

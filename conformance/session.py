@@ -14,8 +14,9 @@ from pathlib import Path
 from conformance import provenance
 from conformance.adapter import Adapter
 from conformance.case import Case
+from conformance.launching import Launcher
 from conformance.platforms import Platform
-from conformance.processes import Hosts, Launcher
+from conformance.processes import Hosts
 from conformance.results import (
     OUTCOMES,
     SCHEMA,

@@ -17,10 +17,10 @@ from conformance import serial
 from conformance.comparison import Divergence
 from conformance.record import RecordError
 from conformance.results import CheckRecord
-from reports.storage import Storage
+from conformance.storage.records import Storage
 from reports.text import Text
 
-SCHEMA = "hyper_resume.report/2"
+SCHEMA = "hyper_resume.report/3"
 SCHEMA_FILE = Path(__file__).with_name("schema") / "report.schema.json"
 
 # `passed` is of a selection: all that was run passed, and nobody asked whether that was all.

@@ -178,7 +178,7 @@ def _absent(assembled: Assembled, trend: Trend | None) -> frozenset[str]:
         "in_depth": report.focus,
         "sabotages": report.sabotages,
         "kills": report.kills,
-        "storage": storage.crash_states or storage.corruption or storage.mutants or storage.benchmarks,
+        "storage": storage,
         "trend": trend,
     }
     return frozenset(name for name, found in there.items() if not found)

@@ -22,9 +22,9 @@ from conformance.results import (
     Results,
     SabotageRecord,
 )
+from conformance.storage.records import STORAGE_NAME, Storage, read_storage
 from reports.old_results import read_any_results
 from reports.quick import read_rank_quickly
-from reports.storage import STORAGE_NAME, Storage, read_storage
 from reports.unit_tests import RANK_SIDE_NAME, UNIT_TESTS_NAME, UnitTests, read_unit_tests
 
 R = TypeVar("R")
@@ -101,7 +101,10 @@ def read_run(folders: Sequence[Path]) -> Run:
         for name in (UNIT_TESTS_NAME, RANK_SIDE_NAME):
             if (folder / name).is_file():
                 tests[name] = read_unit_tests(folder / name)
-        for place in dict.fromkeys([folder, *found]):
+        # The storage proofs write into a folder of their own, which holds no other results.
+        for place in dict.fromkeys(
+            [folder, *found, *(path.parent for path in sorted(folder.glob(f"*/{STORAGE_NAME}")))]
+        ):
             if (place / STORAGE_NAME).is_file():
                 storage += read_storage(place / STORAGE_NAME)
     return Run(parts=tuple(parts[name] for name in sorted(parts)), tests=tests, storage=storage)

@@ -15,13 +15,13 @@ from typing import Literal
 
 from conformance.comparison import Divergence
 from conformance.results import OUTCOMES, CalibrationRecord, ResultRecord, SabotageRecord
+from conformance.storage.records import Storage, corruption_violations, error_name
 from reports.acceptance import Platform, Profile, base_of, sort_key
 from reports.cases import failed_kill
 from reports.document import CaseEntry, Finding, KillEntry, State, Verdict
 from reports.matrix import required_states
 from reports.read import Run
 from reports.scrub import scrub
-from reports.storage import Storage
 from reports.text import Text, same, say
 from reports.unit_tests import UnitTests
 
@@ -262,13 +262,26 @@ def _test_findings(tests: Mapping[str, UnitTests]) -> Iterator[Finding]:
 
 
 def _storage_findings(storage: Storage) -> Iterator[Finding]:
-    for one in storage.crash_states:
-        bad = {name: count for name, count in one.violations.items() if count}
-        if bad:
-            shown = ", ".join(f"{name} {count}" for name, count in bad.items())
-            yield _finding("storage", one.protocol, say(
-                "{what}: of {states} states after a crash some break an oracle ({shown}).",
-                "{what}：{states} 个崩溃状态中有违反判据者（{shown}）。", what=one.protocol, states=one.states, shown=shown,
+    broken: list[tuple[str, str, Mapping[str, int]]] = [
+        *(
+            (f"crash, {one.protocol}", f"{one.states} states after a crash", one.violations)
+            for one in storage.crash_states
+        ),
+        *((f"power cut, {one.scenario}", f"{one.trials} power cuts", one.violations) for one in storage.power_cuts),
+        *((error_name(one), f"{one.runs} failed operations", one.violations) for one in storage.operation_errors),
+        *((one.kind, f"{one.tried} hostile inputs", one.violations) for one in storage.hostile),
+        *(
+            (one.kind, f"{one.tried} damaged checkpoints", corruption_violations(one))
+            for one in storage.corruption
+            if not one.loaded_silently
+        ),
+    ]
+    for what, of, violations in broken:
+        shown = ", ".join(f"{name} {count}" for name, count in violations.items() if count)
+        if shown:
+            yield _finding("storage", what, say(
+                "{what}: of {of} some break a promise ({shown}).", "{what}：{of} 中有违反承诺者（{shown}）。",
+                what=what, of=of, shown=shown,
             ), "storage")  # fmt: skip
     for damage in storage.corruption:
         if damage.loaded_silently:
@@ -277,12 +290,18 @@ def _storage_findings(storage: Storage) -> Iterator[Finding]:
                 "{what}：{tried} 个损坏的 checkpoint 中有 {count} 个被当作完好加载。",
                 what=damage.kind, count=damage.loaded_silently, tried=damage.tried,
             ), "storage")  # fmt: skip
-    alive = [mutant.id for mutant in storage.mutants if mutant.killed_by is None]
+    alive = [mutant.id for mutant in storage.mutants if mutant.is_missed]
     if alive:
         yield _finding("sabotage_missed", alive[0], say(
             "{count} of {total} mutants were not noticed ({first} …).", "{total} 个变异中有 {count} 个未被发现（{first} …）。",
             count=len(alive), total=len(storage.mutants), first=alive[0],
         ), "storage")  # fmt: skip
+    for part in storage.parts:
+        if part.status in ("missing", "error"):
+            yield _finding("error", part.name, say(
+                "{what}: the proof broke off: {reason}.", "{what}：证明未能完成：{reason}。",
+                what=part.name, reason=scrub(part.reason) or part.status,
+            ), "storage")  # fmt: skip
 
 
 def _part_findings(run: Run, profile: Profile, cases: Sequence[CaseEntry]) -> Iterator[Finding]:

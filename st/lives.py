@@ -23,8 +23,8 @@ from conformance.comparison import Divergence
 from conformance.evidence import EvidenceError, LegEvidence, struck_otherwise
 from conformance.faults import POINTER_NAME
 from conformance.given import complete
+from conformance.launching import Launcher
 from conformance.legs import LegPlan, run_leg
-from conformance.processes import Launcher
 from conformance.record import Trajectory
 from conformance.references import References
 from conformance.results import LegRecord

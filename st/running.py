@@ -8,8 +8,9 @@ from pathlib import Path
 
 from conformance.adapter import build_adapter
 from conformance.case import Case, load_cases
+from conformance.launching import Launcher
 from conformance.platforms import Platform, load_platforms
-from conformance.processes import Hosts, Launcher
+from conformance.processes import Hosts
 from conformance.results import ResultRecord
 from conformance.session import Session
 from st.torchrun import Torchrun

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from conformance.adapter import Adapter
 from conformance.given import complete
-from conformance.processes import Launcher
+from conformance.launching import Launcher
 from conformance.record import Trajectory, TrajectoryRecord
 from conformance.references import References
 from conformance.results import KillRecord, Outcome

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.adapter import Adapter
-from conformance.processes import Launcher
+from conformance.launching import Launcher
 from conformance.references import References
 from conformance.results import KillRecord, Outcome
 from conformance.script import LegFault

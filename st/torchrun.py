@@ -9,7 +9,8 @@ What this knows of them, it knows from the kernel:
 * whatever else a leg left behind carries the leg's mark in its environment.
 
 An agent that is to lose its ranks politely is stopped first (SIGSTOP), so that it neither reaps nor signals one of them before
-their ends are known, and gets its own SIGTERM when all of them have ended.
+their ends are known, and gets its own SIGTERM when all of them have ended. One that is told itself to end passes that on, is
+stopped then, and only goes on when they have ended.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from conformance.evidence import rank_log
-from conformance.processes import QUIET, HostError, LegOrder, RunningLeg, rank_end
+from conformance.launching import HostError, LegOrder, RunningLeg
+from conformance.processes import QUIET, rank_end
 from conformance.results import RankEnd
 from st import processes
 
@@ -42,6 +44,8 @@ _SEARCH_SECONDS = 0.05
 _MONITOR_SECONDS = 0.5
 _LOGS = "torchrun"
 _CLOSED = re.compile(r"[Ss]ending process (\d+) closing signal (\w+)")
+# How long an agent may take to pass a signal on: it looks for one twice a second at least.
+_PASSED_SECONDS = 20.0
 _FAILURE = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*(-?\d+)")
 
 
@@ -185,6 +189,26 @@ class TorchrunLeg:
         for rank in wanted:
             self.ranks[rank].send(number)
 
+    def strike_launcher(self, node: int, number: signal.Signals) -> None:
+        """Signal an agent alone, and stop it as soon as it has told that each of its ranks got a signal.
+
+        Raises:
+            HostError: it does not pass the signal on.
+        """
+        self.search(now=True)
+        agent = self.agents[node]
+        agent.send(number)
+        wanted = {rank.process.pid for rank in self.members(node) if rank.process is not None}
+        deadline = time.monotonic() + _PASSED_SECONDS
+        while not wanted <= {int(pid) for pid, _ in _CLOSED.findall(self._log(node))}:
+            if time.monotonic() > deadline:
+                raise HostError(f"the agent of node {node} did not pass {number.name} on to its ranks")
+            time.sleep(_POLL_SECONDS)
+        agent.freeze(was_told=True)
+
+    def _log(self, node: int) -> str:
+        return (self._folder / f"log_agent_{node}.txt").read_text(encoding="utf-8", errors="replace")
+
     def dump(self) -> None:
         """Stop the agents, so that none of them ends a rank first, and make each rank write its stacks."""
         self.search(now=True)
@@ -233,7 +257,7 @@ class TorchrunLeg:
         agent = self.agents[rank // self._size]
         if agent.end is not None and agent.end.exit_code == 0:
             return RankEnd(exit_code=0, signal=None)
-        log = (self._folder / f"log_agent_{agent.node}.txt").read_text(encoding="utf-8", errors="replace")
+        log = self._log(agent.node)
         codes = {int(number): int(code) for number, code in _FAILURE.findall(log)}
         process = self.ranks[rank].process
         if rank in codes:
@@ -248,7 +272,7 @@ class Agent:
     def __init__(self, leg: TorchrunLeg, node: int, process: subprocess.Popen[bytes]) -> None:
         """``process`` was just started."""
         self._leg, self.node, self._process = leg, node, process
-        self._is_frozen = False
+        self._is_frozen = self._was_told = False
         self.end: RankEnd | None = None
 
     @property
@@ -260,7 +284,8 @@ class Agent:
         """How it ended. One that was stopped goes on to its own end as soon as all its ranks have ended."""
         if self._is_frozen and all(rank.is_over() for rank in self._leg.members(self.node)):
             self._is_frozen = False
-            self._process.send_signal(signal.SIGTERM)
+            if not self._was_told:
+                self._process.send_signal(signal.SIGTERM)
             self._process.send_signal(signal.SIGCONT)
         code = self._process.poll()
         if code is not None and self.end is None:
@@ -271,10 +296,10 @@ class Agent:
         """Signal it, if it lives."""
         self._process.send_signal(number)
 
-    def freeze(self) -> None:
-        """Stop it until its ranks have ended."""
+    def freeze(self, *, was_told: bool = False) -> None:
+        """Stop it until its ranks have ended; one that ``was_told`` to end is not told again."""
         if self._process.poll() is None:
-            self._is_frozen = True
+            self._is_frozen, self._was_told = True, was_told
             self._process.send_signal(signal.SIGSTOP)
 
     def reap(self) -> None:

@@ -1,17 +1,28 @@
-"""Looking into a step directory, and damaging one, with stock torch only: none of the library's own readers is used."""
+"""Looking into a step directory, and damaging one, with stock torch only: none of the library's own readers is used.
+
+The library holds every file against ``manifest.json`` before it looks into any, so a file that was edited is refused for
+being edited. An edit here asks another question, what comes of a checkpoint that never had the thing. So it also makes the
+directory one that another tool could have written (:func:`_make_foreign`): without manifest and without the marks of a save.
+What comes of an edit that leaves the manifest is asked by the faults that work on bytes (``flip_byte``, ``truncate``, ...).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import pickle
 import re
 import shutil
+import struct
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -23,10 +34,15 @@ _EMBEDDED = re.compile(r"extra_state\.(rank_[0-9]+)\.(.+)")
 # Drawn anew for every save: told by its kind only, so that two runs of one case have the same records.
 _DRAWN_ANEW = frozenset({"save_id"})
 _RANK_FILE = re.compile(r"extra_state_(rank_[0-9]+)\.pt")
+_MANIFEST = "manifest.json"
+_MARK = re.compile(r"(extra_state\.rank_[0-9]+\.)?save_id(\..*)?")
 
 
 def look_into(step_directory: Path) -> dict[str, dict[str, str]]:
-    """Bucket -> entry -> description. ``layout`` has an entry ``per_rank`` or ``embedded`` where there is training state."""
+    """Bucket -> entry -> description. ``layout`` has an entry ``per_rank`` or ``embedded`` where there is training state,
+    ``manifest`` what that says: ``step``, ``world_size``, ``mesh``, ``ancestors`` (steps), ``file.NAME``, ``metric.NAME``,
+    ``bucket.rank_R.NAME``.
+    """
     found: dict[str, dict[str, str]] = {}
     for name, entry in _metadata(step_directory).state_dict_metadata.items():
         match = _EMBEDDED.fullmatch(name)
@@ -46,12 +62,42 @@ def look_into(step_directory: Path) -> dict[str, dict[str, str]]:
                 found.setdefault(bucket, {})[f"{match.group(1)}.{key}"] = (
                     type(value).__name__ if key in _DRAWN_ANEW else describe(value)
                 )
+    with contextlib.suppress(FileNotFoundError):
+        found["manifest"] = _manifest_entries(json.loads((step_directory / _MANIFEST).read_text(encoding="utf-8")))
     return found
+
+
+def _manifest_entries(manifest: Mapping[str, Any]) -> dict[str, str]:
+    mesh = manifest["mesh"]
+    return {
+        "step": str(manifest["step"]),
+        "world_size": str(manifest["world_size"]),
+        "mesh": "none" if mesh is None else f"{','.join(mesh['names'])} {'x'.join(map(str, mesh['shape']))}",
+        "ancestors": " ".join(str(step) for step, _ in manifest["ancestors"]),
+        **{f"file.{name}": f"of rank {entry['rank']}" for name, entry in manifest["files"].items()},
+        **{f"metric.{name}": describe(value) for name, value in manifest["metrics"].items()},
+        **{
+            f"bucket.rank_{rank}.{bucket}": digest.partition(":")[0]
+            for rank, digests in manifest["buckets"].items()
+            for bucket, digest in digests.items()
+        },
+    }
 
 
 def edit_step_directory(step_directory: Path, edit: Mapping[str, Any]) -> str:
     """Carry out one of the faults that need the trainer's format; returns what was done."""
-    kind = edit["kind"]
+    if edit["kind"] == "flip_tensor_byte":
+        return _flip_tensor_byte(step_directory, edit["entry"], edit.get("rank", 0))
+    told = _edit(step_directory, edit["kind"], edit)
+    _make_foreign(step_directory)
+    return told
+
+
+def _edit(step_directory: Path, kind: str, edit: Mapping[str, Any]) -> str:
+    if kind == "make_foreign":
+        if not (step_directory / _MANIFEST).exists():
+            raise TroubleError(f"{step_directory.name} has no {_MANIFEST}")
+        return "removed the manifest and the marks of its save"
     if kind == "remove_model_key":
         key = edit["key"] if edit["key"].startswith("model.") else f"model.{edit['key']}"
         return _forget(step_directory, [key])
@@ -65,6 +111,38 @@ def edit_step_directory(step_directory: Path, edit: Mapping[str, Any]) -> str:
     if kind == "edit_extra_state":
         return _edit_extra_state(step_directory, edit)
     raise TroubleError(f"no edit is called {kind!r}")
+
+
+def _flip_tensor_byte(step_directory: Path, entry: str, rank: int) -> str:
+    for index, place in (_metadata(step_directory).storage_data or {}).items():
+        if index.fqn == entry and place.relative_path.startswith(f"__{rank}_"):
+            path = step_directory / place.relative_path
+            content = bytearray(path.read_bytes())
+            content[place.offset + _place_of_numbers(bytes(content[place.offset : place.offset + place.length]))] ^= 1
+            path.write_bytes(content)
+            return f"flipped a bit of {entry} in {place.relative_path}"
+    raise TroubleError(f"rank {rank} stored no part of {entry}")
+
+
+def _place_of_numbers(archive: bytes) -> int:
+    """Where the numbers of a ``torch.save`` archive begin: behind the header of its record, whose lengths stand in it."""
+    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+        begin = next(item for item in opened.infolist() if "/data/" in item.filename).header_offset
+    name, extra = struct.unpack_from("<HH", archive, begin + 26)
+    place: int = begin + 30 + name + extra
+    return place
+
+
+def _make_foreign(step_directory: Path) -> None:
+    """Leave nothing that says which library wrote this, and in which save."""
+    (step_directory / _MANIFEST).unlink(missing_ok=True)
+    marks = [name for name in _metadata(step_directory).state_dict_metadata if _MARK.fullmatch(name)]
+    if marks:
+        _forget(step_directory, marks)
+    for path in sorted(step_directory.glob("extra_state/*.pt")):
+        state = torch.load(path, weights_only=True)
+        state.pop("save_id", None)
+        torch.save(state, path)
 
 
 def _metadata(step_directory: Path) -> Metadata:
@@ -91,6 +169,8 @@ def _forget(step_directory: Path, names: list[str]) -> str:
     gone = set(names)
     storage = metadata.storage_data or {}
     metadata.storage_data = {index: place for index, place in storage.items() if index.fqn not in gone}
+    # As stock DCP writes it; the library's names the directory that it was staged in.
+    metadata.storage_meta = StorageMeta()
     with (step_directory / ".metadata").open("wb") as file:
         pickle.dump(metadata, file)
     return f"removed {', '.join(names)}"

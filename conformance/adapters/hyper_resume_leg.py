@@ -25,7 +25,9 @@ from conformance.adapters.hyper_resume_telling import Teller
 from conformance.adapters.hyper_resume_watch import AfterSaves, BeforeSaves
 from conformance.probe import Probe
 from conformance.serial import to_plain
+from hyper_resume.cli import EXIT_PREEMPTED
 from hyper_resume.config import CheckpointingConfig, DataConfig, RunConfig, TrainingConfig
+from hyper_resume.errors import PreemptedError
 from hyper_resume.trainer.base import BaseTrainer
 from hyper_resume.trainer.callbacks import CheckpointerCallback, TrainerState
 
@@ -45,13 +47,17 @@ def main(arguments: Sequence[str]) -> int:
     return live(train)
 
 
-def train(probe: Probe, job: Job) -> None:
-    """Build, train, tell."""
+def train(probe: Probe, job: Job) -> int:
+    """Build, train, tell; returns the exit code, for a training that was preempted the same as the library's own program."""
     group = join_group(job)
     try:
         Leg(probe, job, group).run()
+    except PreemptedError as error:
+        probe.error(error)
+        return EXIT_PREEMPTED
     finally:
         leave_group()
+    return 0
 
 
 class Leg(Teller):
@@ -119,6 +125,7 @@ class Leg(Teller):
         makers: dict[str, Callable[[], Any]] = {
             "ema": lambda: data_parts.Ema(self.model),
             "scaler": data_parts.Scaler,
+            "forgetful": data_parts.Forgetful,
             "generator": lambda: torch.Generator().manual_seed(self.given.seed + 7),
         }
         return {name: makers[name]() for name in self.given.extras if name in makers}
@@ -214,6 +221,8 @@ class Leg(Teller):
             self.extras["ema"].update(self.model)
         if "scaler" in self.extras:
             self.extras["scaler"].update()
+        if "forgetful" in self.extras:
+            self.extras["forgetful"].steps += 1
         self.probe.step(
             global_step=state.global_step,
             epoch=state.epoch,

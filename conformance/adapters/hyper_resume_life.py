@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import platform
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,13 +28,13 @@ _GROUP_SECONDS = 20.0
 _FAILED = 1
 
 
-def live(train: Callable[[Probe, Job], None]) -> int:
+def live(train: Callable[[Probe, Job], int]) -> int:
     """Do what the job in the working directory says; returns the exit code.
 
     Args:
-        train: trains a leg, and tells what happens.
+        train: trains a leg, tells what happens, and returns the exit code.
     """
-    probe = Probe.from_environment()
+    probe, code = Probe.from_environment(), 0
     try:
         job = read_job(Path(JOB_NAME))
         probe.event("start", versions=versions())
@@ -41,7 +43,8 @@ def live(train: Callable[[Probe, Job], None]) -> int:
             probe.watch_logs("hyper_resume")
             if job.sabotage is not None:
                 put_in(job.sabotage, lambda: probe.event("sabotage_fired", id=job.sabotage))
-            train(probe, job)
+            with _second_writer(job) if job.given.second_writer else contextlib.nullcontext():
+                code = train(probe, job)
             # What watched the trainer held its groups until now, see hyper_resume.device.destroy_process_group.
             gc.collect()
         else:
@@ -54,7 +57,34 @@ def live(train: Callable[[Probe, Job], None]) -> int:
     except BaseException as error:  # noqa: BLE001  whatever ends a leg is told
         probe.error(error)
         return _FAILED
-    return 0
+    return code
+
+
+# Stands for another run, so nothing of the library is in it; it holds both kinds of lock that Linux has. It ends with its
+# standard input, and so with this process.
+_HOLD_LOCK = """
+import fcntl, sys
+with open(sys.argv[1], "a+b") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def _second_writer(job: Job) -> Iterator[None]:
+    path = Path(job.checkpoint_dir) / ".writer.lock"
+    command = [sys.executable, "-c", _HOLD_LOCK, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        try:
+            if holder.stdout.readline() != b"held\n":
+                raise TroubleError(f"{path} can't be locked")
+            yield
+        finally:
+            holder.stdin.close()
 
 
 def versions() -> dict[str, str]:

@@ -12,13 +12,14 @@ from conformance.adapter import Job
 from conformance.adapters.hyper_resume_parts import TroubleError
 from conformance.file_operations import FileOperations
 from conformance.probe import Probe
-from hyper_resume.checkpoint import dcp, layout
+from hyper_resume.checkpoint import dcp, layout, operations, saving
 
 _STEP = re.compile(r"global_step_(\d+)")
 # Moment -> the function of the library that begins then.
 _BEGINNINGS = {
     "before_commit": (layout, "commit"),
     "before_pointer": (layout, "write_pointer"),
+    "before_retention": (saving, "_clear_outdated"),
     "during_load": (dcp, "load_entries"),
 }
 
@@ -36,7 +37,9 @@ class Stops:
         if self._moment in _BEGINNINGS:
             self._ask_at(self._moment, *_BEGINNINGS[self._moment])
         if self._moment == "file_operation" or job.given.tell_operations:
-            FileOperations(Path(job.checkpoint_dir), self._operation).install()
+            watched = FileOperations(Path(job.checkpoint_dir), self._operation)
+            watched.install()
+            _watch_exchanges(watched)
 
     def _ask_at(self, moment: str, module: Any, name: str) -> None:
         original = getattr(module, name, None)
@@ -44,7 +47,11 @@ class Stops:
             raise TroubleError(f"{module.__name__} has no {name}: a leg can't be stopped {moment}")
 
         def asking(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
-            step = second if name == "write_pointer" else layout.parse_step(Path(second).name)
+            if name == "write_pointer":
+                step = second
+            else:
+                # Retention is told of the new checkpoint as the first of those that must stay.
+                step = layout.parse_step(Path(args[0][0] if moment == "before_retention" else second).name)
             any_load = moment == "during_load" and self._job.fault is not None and self._job.fault.after_step == 0
             self._probe.moment(moment, 0 if any_load else -1 if step is None else step)
             return original(first, second, *args, **kwargs)
@@ -72,3 +79,14 @@ class Stops:
             self._probe.event("operation", save=save, number=number, what=what, where=where)
         if is_here:
             self._probe.moment("file_operation", save)
+
+
+def _watch_exchanges(watched: FileOperations) -> None:
+    """Count the one change on disk that goes past Python's own functions (``renameat2``)."""
+    original = operations.FileOperations.exchange
+
+    def exchange(disk: operations.FileOperations, one: Path, other: Path) -> bool:
+        watched.tell("exchange", watched.below(other))
+        return original(disk, one, other)
+
+    operations.FileOperations.exchange = exchange  # type: ignore[method-assign, assignment]

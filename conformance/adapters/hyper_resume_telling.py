@@ -27,6 +27,7 @@ class Teller:
         self.extras: dict[str, Any] = {}
         # Set when nothing but saves is waited for.
         self.is_over = threading.Event()
+        self._has_begun = False
         if self.given.hold_saves:
             hold_saves(self)
 
@@ -47,6 +48,7 @@ class Teller:
 
     def tell_begin(self, restored_from: str | None) -> None:
         """Tell what was restored, and where training begins."""
+        self._has_begun = True
         trainer, state = self.trainer, self.trainer.state
         found = self.buckets()
         if restored_from is not None:
@@ -67,6 +69,11 @@ class Teller:
             start_step=trainer.start_step,
             buckets=found,
         )
+
+    def tell_broken_off(self) -> None:
+        """Tell what an error that came before training began left behind."""
+        if not self._has_begun:
+            self.probe.event("refused", buckets=self.buckets())
 
     def tell_step(self) -> None:
         """Record the finished step, and stand at the moment before its save."""

@@ -1,6 +1,6 @@
 """One rank of a leg that runs this library's own program on a configuration: ``hyper-resume train``, watched from outside.
 
-What trains is :func:`hyper_resume.cli.train`; the steps are recorded by its own trajectory callback.
+What runs is :func:`hyper_resume.cli.main`, with its own exit codes; the steps are recorded by its own trajectory callback.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from conformance.probe import Probe
 from conformance.serial import to_plain
 from hyper_resume import cli
 from hyper_resume.config.load import resolve_config
+from hyper_resume.errors import HyperResumeError
 from hyper_resume.state.optimizer import flatten_optimizers
 from hyper_resume.trainer import text_trainer
 from hyper_resume.trainer.base import BaseTrainer
@@ -53,16 +54,34 @@ def main(arguments: Sequence[str]) -> int:
     return live(train)
 
 
-def train(probe: Probe, job: Job) -> None:
-    """Train, tell."""
+def train(probe: Probe, job: Job) -> int:
+    """Train, tell; returns the program's exit code."""
     if not is_under_torchrun():
         join_group(job)  # the program keeps a group that is there
         if job.world_size == 1:
             os.environ.pop("RANK", None)  # started alone, as far as the program can tell
     leg = TextLeg(probe, job)
-    leg.tell_configuration(str(_CHECKOUT / str(job.given.config)))
-    cli.train(str(_CHECKOUT / str(job.given.config)), leg.words())
-    leg.tell_end()
+    path = str(_CHECKOUT / str(job.given.config))
+    leg.tell_configuration(path)
+    _tell_errors(probe)
+    code = cli.main(["train", path, *leg.words()])
+    if code == 0:
+        leg.tell_end()
+    return code
+
+
+def _tell_errors(probe: Probe) -> None:
+    """Tell the errors that the program turns into an exit code; any other comes out of it."""
+    original = cli.train
+
+    def told(config_path: str, overrides: Sequence[str]) -> None:
+        try:
+            original(config_path, overrides)
+        except HyperResumeError as error:
+            probe.error(error)
+            raise
+
+    cli.train = told
 
 
 class TextLeg(Teller):
@@ -108,6 +127,8 @@ class TextLeg(Teller):
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

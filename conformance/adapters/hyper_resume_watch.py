@@ -24,18 +24,18 @@ def hold_saves(leg: Teller) -> None:
     """Let a save in the background become visible late, and tell how it went (see ``given.hold_saves``)."""
     original = layout.commit
 
-    def commit(staging: Path, target: Path) -> None:
+    def commit(staging: Path, target: Path) -> Path | None:
         step = layout.parse_step(target.name)
         if step is None or threading.current_thread() is threading.main_thread():
-            original(staging, target)
-            return
+            return original(staging, target)
         deadline = time.monotonic() + _HOLD_SECONDS
         while not _has_moved_on(leg, step) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         told = "beside training" if _has_moved_on(leg, step) else "while training stood still"
         time.sleep(_LINGER_SECONDS)
-        original(staging, target)
+        aside = original(staging, target)
         leg.probe.event("value", name=f"committed_{step}", value=told)
+        return aside
 
     layout.commit = commit
 
@@ -43,6 +43,9 @@ def hold_saves(leg: Teller) -> None:
 def _has_moved_on(leg: Teller, step: int) -> bool:
     trained: int = leg.trainer.state.global_step
     return leg.is_over.is_set() or trained >= step + leg.given.hold_saves
+
+
+_OWN = frozenset({"_inner", "_leg", "loaded_from"})
 
 
 class WatchedCheckpointer:
@@ -53,10 +56,12 @@ class WatchedCheckpointer:
         self._inner, self._leg = inner, leg
         self.loaded_from: str | None = None
 
-    def save(self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False) -> None:
+    def save(
+        self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False, **options: Any
+    ) -> None:
         """Save, and tell."""
         found = self._leg.buckets()
-        self._inner.save(path, state, global_step=global_step, save_async=save_async)
+        self._inner.save(path, state, global_step=global_step, save_async=save_async, **options)
         self._leg.probe.event(
             "saved",
             global_step=global_step,
@@ -75,6 +80,13 @@ class WatchedCheckpointer:
     def __getattr__(self, name: str) -> Any:
         """Everything else is the storage's own."""
         return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the callback sets (``check_loaded``) is meant for the storage."""
+        if name in _OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._inner, name, value)
 
 
 class BeforeSaves(Callback):
@@ -96,6 +108,7 @@ class BeforeSaves(Callback):
     def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """So too when an error broke it off."""
         self._leg.is_over.set()
+        self._leg.tell_broken_off()
 
 
 class AfterSaves(Callback):

@@ -11,11 +11,12 @@ from conformance.comparison import Divergence
 from conformance.evidence import Evidence, EvidenceError, LegEvidence
 
 Bucket = Literal["model", "optimizer", "progress", "lr_scheduler", "train_dataloader", "rng_state", "stateful"]
-Moment = Literal["built", "begin", "restored", "saved", "end"]
+Moment = Literal["built", "begin", "restored", "refused", "saved", "end"]
 _EVENT_OF: Mapping[str, str] = {
     "built": "built",
     "begin": "begin",
     "restored": "restored",
+    "refused": "refused",
     "saved": "saved",
     "end": "end",
 }
@@ -161,15 +162,25 @@ def bucket_differs(
 
 
 @CHECKS.register(needs=("events.restored",))
-def bucket_as_built(evidence: Evidence, *, leg: str, buckets: tuple[Bucket, ...], entries: str = "*") -> CheckOutcome:
-    """The restore left each bucket as it was built."""
+def bucket_as_built(
+    evidence: Evidence,
+    *,
+    leg: str,
+    buckets: tuple[Bucket, ...],
+    entries: str = "*",
+    at: Literal["begin", "refused"] = "begin",
+) -> CheckOutcome:
+    """The restore left each bucket as it was built, on every rank. ``at: refused``: the restore that was refused did."""
     judged = evidence.leg(leg)
-    for bucket in buckets:
-        built = _chosen(snapshot(judged, "built", None, 0), bucket, entries)
-        found = _chosen(snapshot(judged, "begin", None, 0), bucket, entries)
+    if at == "refused" and judged.events("begin", None):
+        return verdict(False, expected="training does not begin", observed="it began", blames="storage")
+    places = [(bucket, rank) for bucket in buckets for rank in range(len(judged.record.ranks))]
+    for bucket, rank in places:
+        built = _chosen(snapshot(judged, "built", None, rank), bucket, entries)
+        found = _chosen(snapshot(judged, at, None, rank), bucket, entries)
         if not built and not found:
             raise EvidenceError(f"{bucket}: no entry {entries!r} to compare")
-        first = first_difference(built, found, bucket, 0, 0)
+        first = first_difference(built, found, bucket, 0, rank)
         if first is not None:
             return verdict(
                 False,

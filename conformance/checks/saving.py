@@ -12,6 +12,8 @@ from conformance.evidence import Evidence, EvidenceError
 
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]*)")
 _POINTER = "latest_checkpoint_iteration.txt"
+# What a run leaves that saves there, even when it has nothing to save: who it was, and what it restored.
+_LEFT_BY_RUNS = (".writer.lock", "certificates")
 Listing = Mapping[str, tuple[int, str, int]]
 
 
@@ -74,10 +76,15 @@ def pointer_is(evidence: Evidence, *, leg: str, step: int | None) -> CheckOutcom
 
 @CHECKS.register(needs=("events.saved",))
 def not_saved_again(evidence: Evidence, *, leg: str) -> CheckOutcome:
-    """The leg saved nothing, and every step directory is byte for byte and to the nanosecond what it was."""
+    """The leg saved nothing, and all is byte for byte and to the nanosecond what it was, but for the lock and certificates."""
     found = evidence.leg(leg)
     saved = [event.data["global_step"] for event in found.events("saved", None)]
-    changed = _changes(found.disk_before, found.disk_after)
+    own = tuple(f"{found.record.checkpoint_dir}/{name}" for name in _LEFT_BY_RUNS)
+    before, after = (
+        {name: entry for name, entry in listing.items() if not name.startswith(own)}
+        for listing in (found.disk_before, found.disk_after)
+    )
+    changed = _changes(before, after)
     return verdict(
         not saved and not changed,
         expected="nothing saved, nothing changed",
@@ -121,6 +128,36 @@ def on_disk(
         not missing and not strange,
         expected=f"there: {list(paths)}; not there: {list(absent)}",
         observed=f"missing {missing}, there though {strange[:4]}",
+        blames="storage",
+    )
+
+
+@CHECKS.register(needs=("fault.file_operation",))
+def operations_in_order(
+    evidence: Evidence, *, leg: str, save: int, order: tuple[str, ...], rank: int = 0
+) -> CheckOutcome:
+    """The changes on disk of a save come in this order: each of ``order`` (``fsync .staging/*/manifest.json``) before the next.
+
+    Of several that match, the last one before the next of ``order`` counts; but no ``create`` or ``write`` may come later at
+    all. The leg has ``given.tell_operations``.
+    """
+    told = [event.data for event in evidence.leg(leg).events("operation", rank) if event.data["save"] == save]
+    if not told or len(order) < 2:
+        raise EvidenceError("no operation was told" if not told else "an order has two or more")
+    done = [f"{item['what']} {item['where']}" for item in told]
+    end, wrong = len(done), ""
+    for pattern in reversed(order):
+        matching = [place for place, operation in enumerate(done) if fnmatch.fnmatchcase(operation, pattern)]
+        before = [place for place in matching if place < end]
+        writes = pattern.partition(" ")[0] in ("create", "write")
+        if not before or (writes and before != matching):
+            wrong = f"no {pattern} where it has to be" if not before else f"{pattern} comes again, too late"
+            break
+        end = before[-1]
+    return verdict(
+        not wrong,
+        expected=", then ".join(order),
+        observed=wrong or f"{len(done)} operations, in order",
         blames="storage",
     )
 

@@ -26,11 +26,11 @@ def _async_save_writes_live_tensors(put: Saboteur) -> None:
         # Of several ranks each watches its own shard.
         watched = watched.to_local() if hasattr(watched, "to_local") else watched
         before = watched.clone()
-        where, group = how["checkpoint_id"], how.get("process_group")
+        writer, group = how["storage_writer"], how.get("process_group")
 
         def write() -> Any:
             _until(lambda: not bool((watched == before).all()))
-            return save(payload, checkpoint_id=where, process_group=group, no_dist=not dist.is_initialized())
+            return save(payload, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
 
         return ThreadPoolExecutor(max_workers=1).submit(write)
 
@@ -112,11 +112,13 @@ def _error_abandons_the_save(put: Saboteur) -> None:
 
 @sabotage("pointer-moved-before-the-data")
 def _pointer_moved_before_the_data(put: Saboteur) -> None:
-    def start(original: Any, storage: Any, payload: Any, staging: Any, target: Any, global_step: int) -> None:
+    def start(original: Any, storage: Any, payload: Any, writer: Any, attempt: Any) -> None:
+        from hyper_resume import collective
         from hyper_resume.checkpoint import layout
 
-        layout.write_pointer(target.parent, global_step)
-        original(storage, payload, staging, target, global_step)
+        if collective.rank() == 0:
+            layout.write_pointer(attempt.target.parent, attempt.global_step)
+        original(storage, payload, writer, attempt)
 
     put.replace(f"{_STORAGE}._start_background", start)
 

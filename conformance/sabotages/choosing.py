@@ -83,11 +83,12 @@ def _duplicate_save_not_suppressed(put: Saboteur) -> None:
 
 @sabotage("restored-step-not-remembered")
 def _restored_step_not_remembered(put: Saboteur) -> None:
-    def load_checkpoint(original: Any, callback: Any) -> None:
-        original(callback)
+    def load_checkpoint(original: Any, callback: Any, path: str) -> Any:
+        certificate = original(callback, path)
         if callback._last_saved_step != -1:
             put.fired()
         callback._last_saved_step = -1
+        return certificate
 
     put.replace(f"{_CALLBACK}._load_checkpoint", load_checkpoint, fires=False)
 
@@ -228,7 +229,7 @@ def _policy_warns_of_nothing(put: Saboteur) -> None:
 
 @sabotage("damaged-pointer-not-told")
 def _damaged_pointer_not_told(put: Saboteur) -> None:
-    put.replace("hyper_resume.checkpoint.layout:logger.warning", lambda original, *args: None)
+    put.replace("hyper_resume.checkpoint.lineage:logger.warning", lambda original, *args: None)
 
 
 @sabotage("optimizer-count-mismatch-silent")

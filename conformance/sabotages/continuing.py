@@ -7,6 +7,7 @@ from typing import Any
 from conformance.sabotage import Saboteur, sabotage
 
 _PAYLOAD = "hyper_resume.trainer.payload"
+_RESTORE = "hyper_resume.trainer.restore"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
 _SCHEDULER = "hyper_resume.state.scheduler"
 _EXTRA_STATE = "hyper_resume.checkpoint.extra_state"
@@ -22,34 +23,34 @@ def _built_lrs(schedulers: Any) -> list[tuple[dict[str, Any], float]]:
 
 @sabotage("lr-restarted")
 def _lr_restarted(put: Saboteur) -> None:
-    def apply(original: Any, schedulers: Any, saved: Any, names: Any) -> None:
+    def apply(original: Any, schedulers: Any, saved: Any, names: Any, **how: Any) -> None:
         for scheduler in schedulers:
             for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = lr
 
-    put.replace(f"{_PAYLOAD}:apply_schedulers", apply)
+    put.replace(f"{_RESTORE}:apply_schedulers", apply)
 
 
 @sabotage("scheduler-one-step-off")
 def _scheduler_one_step_off(put: Saboteur) -> None:
-    def apply(original: Any, schedulers: Any, saved: Any, names: Any) -> None:
-        original(schedulers, saved, names)
+    def apply(original: Any, schedulers: Any, saved: Any, names: Any, **how: Any) -> None:
+        original(schedulers, saved, names, **how)
         for scheduler in schedulers:
             scheduler.step()
 
-    put.replace(f"{_PAYLOAD}:apply_schedulers", apply)
+    put.replace(f"{_RESTORE}:apply_schedulers", apply)
 
 
 @sabotage("scheduler-restored-before-optimizer")
 def _scheduler_restored_before_optimizer(put: Saboteur) -> None:
     # The optimizer is then built anew with its configured lr; a schedule writes its lr at its next step only.
-    def apply(original: Any, schedulers: Any, saved: Any, names: Any) -> None:
+    def apply(original: Any, schedulers: Any, saved: Any, names: Any, **how: Any) -> None:
         lrs = _built_lrs(schedulers)
-        original(schedulers, saved, names)
+        original(schedulers, saved, names, **how)
         for group, lr in lrs:
             group["lr"] = lr
 
-    put.replace(f"{_PAYLOAD}:apply_schedulers", apply)
+    put.replace(f"{_RESTORE}:apply_schedulers", apply)
 
 
 @sabotage("lr-not-written-back")
@@ -69,10 +70,10 @@ def _cycled_betas_forgotten(put: Saboteur) -> None:
 
 @sabotage("second-scheduler-skipped")
 def _second_scheduler_skipped(put: Saboteur) -> None:
-    def apply(original: Any, schedulers: Any, saved: Any, names: Any) -> None:
-        original(schedulers[:1], saved[:1], names)
+    def apply(original: Any, schedulers: Any, saved: Any, names: Any, **how: Any) -> None:
+        original(schedulers[:1], saved[:1], names, **how)
 
-    put.replace(f"{_PAYLOAD}:apply_schedulers", apply)
+    put.replace(f"{_RESTORE}:apply_schedulers", apply)
 
 
 # ---- random streams -------------------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ def _keep(put: Saboteur, *streams: str) -> None:
         own = collect_rng(device_type)
         original({**saved, **{name: own[name] for name in streams}}, device_type)
 
-    put.replace(f"{_PAYLOAD}:apply_rng", apply)
+    put.replace(f"{_RESTORE}:apply_rng", apply)
 
 
 @sabotage("torch-stream-forgotten")
@@ -132,7 +133,7 @@ def _no_device_stream_refused(put: Saboteur) -> None:
             raise RuntimeError("no stream of the device")
         original(saved, device_type)
 
-    put.replace(f"{_PAYLOAD}:apply_rng", apply, fires=False)
+    put.replace(f"{_RESTORE}:apply_rng", apply, fires=False)
 
 
 @sabotage("rng-before-iterator")
@@ -142,11 +143,12 @@ def _rng_before_iterator(put: Saboteur) -> None:
 
 @sabotage("rng-restored-too-early")
 def _rng_restored_too_early(put: Saboteur) -> None:
-    def apply(original: Any, *args: Any) -> None:
-        original(*args)
+    def restore(original: Any, *args: Any) -> Any:
+        certificate = original(*args)
         _draw()
+        return certificate
 
-    put.replace(f"{_CALLBACK}:apply_loaded", apply)
+    put.replace(f"{_CALLBACK}:restore", restore)
 
 
 @sabotage("rng-of-the-seed")
@@ -161,12 +163,12 @@ def _rng_of_the_seed(put: Saboteur) -> None:
         np.random.seed(1234)
         torch.manual_seed(1234)
 
-    put.replace(f"{_PAYLOAD}:apply_rng", apply)
+    put.replace(f"{_RESTORE}:apply_rng", apply)
 
 
 @sabotage("read-by-write-flags")
 def _read_by_write_flags(put: Saboteur) -> None:
-    def load(original: Any, callback: Any) -> None:
+    def load(original: Any, callback: Any, path: str) -> Any:
         import dataclasses
 
         config = callback.config
@@ -175,7 +177,7 @@ def _read_by_write_flags(put: Saboteur) -> None:
             restore_optimizer=config.restore_optimizer and config.save_optimizer,
             restore_train_state=config.restore_train_state and config.save_train_state,
         )
-        original(callback)
+        return original(callback, path)
 
     put.replace(f"{_CALLBACK}:CheckpointerCallback._load_checkpoint", load)
 
@@ -185,13 +187,13 @@ def _read_by_write_flags(put: Saboteur) -> None:
 
 @sabotage("layout-by-setting")
 def _layout_by_setting(put: Saboteur) -> None:
-    def read(original: Any, storage: Any, directory: Any, metadata: Any) -> Any:
+    def read(original: Any, storage: Any, directory: Any, metadata: Any, manifest: Any) -> Any:
         from hyper_resume.checkpoint import extra_state
 
-        found = extra_state.detect(directory, metadata)
+        found = extra_state.detect(directory, metadata, manifest)
         if (found.kind == "per_rank") is not storage._extra_state_per_rank:
             raise extra_state.missing_training_state(str(directory), "another layout than is configured")
-        return original(storage, directory, metadata)
+        return original(storage, directory, metadata, manifest)
 
     put.replace("hyper_resume.checkpoint.dcp:DistributedCheckpointer._read_extra_state", read)
 
@@ -226,17 +228,17 @@ def _generator_forgotten(put: Saboteur) -> None:
 
 @sabotage("scaler-made-after-load")
 def _scaler_made_after_load(put: Saboteur) -> None:
-    def apply(original: Any, found: Any, saved: Any) -> None:
-        original(found, saved)
+    def apply(original: Any, found: Any, saved: Any, **how: Any) -> None:
+        original(found, saved, **how)
         found["scaler"].__init__()
 
-    put.replace(f"{_PAYLOAD}:apply_stateful", apply)
+    put.replace(f"{_RESTORE}:apply_stateful", apply)
 
 
 @sabotage("average-count-forgotten")
 def _average_count_forgotten(put: Saboteur) -> None:
-    def apply(original: Any, found: Any, saved: Any) -> None:
-        original(found, saved)
+    def apply(original: Any, found: Any, saved: Any, **how: Any) -> None:
+        original(found, saved, **how)
         found["ema"].updates = 0
 
-    put.replace(f"{_PAYLOAD}:apply_stateful", apply)
+    put.replace(f"{_RESTORE}:apply_stateful", apply)

@@ -9,6 +9,7 @@ from typing import Any
 from conformance.sabotage import Saboteur, sabotage
 
 _PAYLOAD = "hyper_resume.trainer.payload"
+_RESTORE = "hyper_resume.trainer.restore"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
 _OPTIMIZER = "hyper_resume.state.optimizer"
 
@@ -16,12 +17,12 @@ _OPTIMIZER = "hyper_resume.state.optimizer"
 def _after_optimizers(put: Saboteur, spoil: Callable[[Any, Any], None]) -> None:
     """Let ``spoil`` (optimizer, its loaded part) follow each optimizer's restore."""
 
-    def apply(original: Any, optimizers: Any, names: Any, loaded: Any) -> None:
-        original(optimizers, names, loaded)
+    def apply(original: Any, optimizers: Any, names: Any, loaded: Any, **how: Any) -> None:
+        original(optimizers, names, loaded, **how)
         for index, optimizer in enumerate(optimizers):
             spoil(optimizer, loaded.get(str(index)))
 
-    put.replace(f"{_PAYLOAD}:apply_optimizers", apply)
+    put.replace(f"{_RESTORE}:apply_optimizers", apply)
 
 
 def _dummy_step(optimizer: Any) -> None:
@@ -82,12 +83,18 @@ def _state_cast_to_parameter_type(put: Saboteur) -> None:
 
 @sabotage("dummy-step-before-load")
 def _dummy_step_before_load(put: Saboteur) -> None:
-    def apply(original: Any, optimizers: Any, names: Any, loaded: Any) -> None:
-        for optimizer in optimizers:
-            _dummy_step(optimizer)
-        original(optimizers, names, loaded)
+    # The weights come last here, so the step is taken behind them, and the optimizer's state put back.
+    def finish(original: Any, restoring: Any, extra_state: Any) -> None:
+        import copy
 
-    put.replace(f"{_PAYLOAD}:apply_optimizers", apply)
+        original(restoring, extra_state)
+        optimizer = restoring._trainer.optimizer
+        before = {parameter: copy.deepcopy(entries) for parameter, entries in optimizer.state.items()}
+        _dummy_step(optimizer)
+        optimizer.state.clear()
+        optimizer.state.update(before)
+
+    put.replace(f"{_RESTORE}:_Restore._finish", finish)
 
 
 @sabotage("save-takes-a-dummy-step")
@@ -140,7 +147,14 @@ def _half_state_tolerated(put: Saboteur) -> None:
 
 @sabotage("unread-state-refused")
 def _unread_state_refused(put: Saboteur) -> None:
-    put.replace(f"{_OPTIMIZER}:_report_unread", lambda original, unread, some_read: original(unread, False))
+    def check(original: Any, *args: Any) -> Any:
+        reasons = original(*args)
+        if reasons:
+            put.fired()
+            raise KeyError(reasons[0])
+        return reasons
+
+    put.replace("hyper_resume.trainer.findings:check_optimizer_entries", check, fires=False)
 
 
 # ---- several optimizers, groups -------------------------------------------------------------------------------------
@@ -148,10 +162,10 @@ def _unread_state_refused(put: Saboteur) -> None:
 
 @sabotage("second-optimizer-skipped")
 def _second_optimizer_skipped(put: Saboteur) -> None:
-    def apply(original: Any, optimizers: Any, names: Any, loaded: Any) -> None:
-        original(optimizers[:1], names, loaded)
+    def apply(original: Any, optimizers: Any, names: Any, loaded: Any, **how: Any) -> None:
+        original(optimizers[:1], names, loaded, **how)
 
-    put.replace(f"{_PAYLOAD}:apply_optimizers", apply)
+    put.replace(f"{_RESTORE}:apply_optimizers", apply)
 
 
 @sabotage("second-group-skipped")
@@ -206,7 +220,7 @@ def _tied_weight_split(put: Saboteur) -> None:
         original(model, loaded, strict=strict)
         model.lm_head.weight = type(model.lm_head.weight)(model.lm_head.weight.detach().clone())
 
-    put.replace(f"{_PAYLOAD}:apply_model", apply)
+    put.replace(f"{_RESTORE}:apply_model", apply)
 
 
 @sabotage("scratch-buffers-saved")
@@ -223,13 +237,14 @@ def _scratch_buffers_saved(put: Saboteur) -> None:
 
 @sabotage("adapter-reinitialised")
 def _adapter_reinitialised(put: Saboteur) -> None:
-    def apply(original: Any, trainer: Any, *args: Any) -> None:
-        original(trainer, *args)
+    def restore(original: Any, trainer: Any, *args: Any) -> Any:
+        certificate = original(trainer, *args)
         for parameter in trainer.model.parameters():
             if parameter.requires_grad:
                 parameter.data.normal_()
+        return certificate
 
-    put.replace(f"{_CALLBACK}:apply_loaded", apply)
+    put.replace(f"{_CALLBACK}:restore", restore)
 
 
 @sabotage("base-overwritten")

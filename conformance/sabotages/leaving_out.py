@@ -7,6 +7,7 @@ from typing import Any
 from conformance.sabotage import Saboteur, sabotage
 
 _PAYLOAD = "hyper_resume.trainer.payload"
+_RESTORE = "hyper_resume.trainer.restore"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
 
 
@@ -31,7 +32,7 @@ def _optimizer_left_out(put: Saboteur) -> None:
 def _scheduler_left_out(put: Saboteur) -> None:
     # With it goes the lr that stands in the optimizer's groups, or that would hide the loss for a step.
     put.replace(f"{_PAYLOAD}:collect_schedulers", lambda original, *args: [])
-    put.replace(f"{_PAYLOAD}:apply_optimizers", _apply_with_initial_lr, fires=False)
+    put.replace(f"{_RESTORE}:apply_optimizers", _apply_with_initial_lr, fires=False)
 
 
 @sabotage("data-position-left-out")
@@ -72,7 +73,7 @@ def _buffers_left_out(put: Saboteur) -> None:
         return {name: value for name, value in original(model, **options).items() if name not in buffers}
 
     put.replace(f"{_PAYLOAD}:collect_model", collect)
-    put.replace(f"{_PAYLOAD}:apply_model", _apply_model_loosely, fires=False)
+    put.replace(f"{_RESTORE}:apply_model", _apply_model_loosely, fires=False)
 
 
 # ---- left out of the restore ----------------------------------------------------------------------------------------
@@ -88,47 +89,49 @@ def _model_not_put_back(put: Saboteur) -> None:
         }
         return {**destination, "model": copies}
 
-    put.replace(f"{_CALLBACK}:make_destination", make_destination)
-    put.replace(f"{_PAYLOAD}:apply_model", lambda original, *args, **options: None)
+    put.replace(f"{_RESTORE}:make_destination", make_destination)
+    put.replace(f"{_RESTORE}:apply_model", lambda original, *args, **options: None)
 
 
 @sabotage("model-hooks-not-run")
 def _model_hooks_not_run(put: Saboteur) -> None:
-    put.replace(f"{_PAYLOAD}:apply_model", lambda original, *args, **options: None)
+    put.replace(f"{_RESTORE}:apply_extra_states", lambda original, *args: None)
+    put.replace(f"{_RESTORE}:apply_model", lambda original, *args, **options: None)
 
 
 @sabotage("optimizer-not-restored")
 def _optimizer_not_restored(put: Saboteur) -> None:
-    put.replace(f"{_PAYLOAD}:apply_optimizers", _nothing)
+    put.replace(f"{_RESTORE}:apply_optimizers", _nothing)
 
 
 @sabotage("scheduler-not-restored")
 def _scheduler_not_restored(put: Saboteur) -> None:
-    put.replace(f"{_PAYLOAD}:apply_schedulers", _nothing)
+    put.replace(f"{_RESTORE}:apply_schedulers", _nothing)
 
 
 @sabotage("progress-not-restored")
 def _progress_not_restored(put: Saboteur) -> None:
-    def apply(original: Any, trainer: Any, *args: Any) -> None:
-        original(trainer, *args)
+    def restore(original: Any, trainer: Any, *args: Any) -> Any:
+        certificate = original(trainer, *args)
         trainer.state.global_step = trainer.state.epoch = trainer.start_epoch = trainer.start_step = 0
+        return certificate
 
-    put.replace(f"{_CALLBACK}:apply_loaded", apply)
+    put.replace(f"{_CALLBACK}:restore", restore)
 
 
 @sabotage("data-position-not-restored")
 def _data_position_not_restored(put: Saboteur) -> None:
-    put.replace(f"{_PAYLOAD}:apply_dataloader", lambda original, *args: False)
+    put.replace(f"{_RESTORE}:apply_dataloader", lambda original, *args, **how: False)
 
 
 @sabotage("extras-not-restored")
 def _extras_not_restored(put: Saboteur) -> None:
-    put.replace(f"{_PAYLOAD}:apply_stateful", _nothing)
+    put.replace(f"{_RESTORE}:apply_stateful", _nothing)
 
 
-def _apply_with_initial_lr(original: Any, optimizers: Any, names: Any, loaded: Any) -> None:
+def _apply_with_initial_lr(original: Any, optimizers: Any, names: Any, loaded: Any, **how: Any) -> None:
     lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    original(optimizers, names, loaded)
+    original(optimizers, names, loaded, **how)
     for optimizer, own in zip(optimizers, lrs, strict=True):
         for group, lr in zip(optimizer.param_groups, own, strict=True):
             group["lr"] = lr

@@ -12,6 +12,7 @@ _LOAD = f"{_LOADER}:DataLoader.load_state_dict"
 _ORDER = f"{_LOADER}:EpochOrder.indices"
 _SET_EPOCH = f"{_LOADER}:DataLoader.set_epoch"
 _TRAINER = "hyper_resume.trainer.base:BaseTrainer"
+_RESTORE = "hyper_resume.trainer.restore"
 _PAYLOAD = "hyper_resume.trainer.payload"
 
 
@@ -70,7 +71,7 @@ def _position_one_batch_late(put: Saboteur) -> None:
 
 @sabotage("position-dropped")
 def _position_dropped(put: Saboteur) -> None:
-    put.replace(f"{_PAYLOAD}:apply_dataloader", lambda original, loader, saved: False)
+    put.replace(f"{_RESTORE}:apply_dataloader", lambda original, *args, **how: False)
 
 
 @sabotage("position-frozen-after-load")
@@ -92,7 +93,7 @@ def _position_frozen_after_load(put: Saboteur) -> None:
 def _position_restored_behind_the_iterator(put: Saboteur) -> None:
     waiting: list[Any] = []
 
-    def apply(original: Any, loader: Any, saved: Any) -> bool:
+    def apply(original: Any, loader: Any, saved: Any, **how: Any) -> bool:
         waiting.append(saved)
         return False
 
@@ -102,7 +103,7 @@ def _position_restored_behind_the_iterator(put: Saboteur) -> None:
             trainer.train_dataloader.load_state_dict(waiting.pop())
         return iterator
 
-    put.replace(f"{_PAYLOAD}:apply_dataloader", apply)
+    put.replace(f"{_RESTORE}:apply_dataloader", apply)
     put.replace(f"{_TRAINER}._open_iterator", open_iterator, fires=False)
 
 
@@ -256,13 +257,14 @@ def _owed_epoch_end_forgotten(put: Saboteur) -> None:
 def _extra_step_at_the_end(put: Saboteur) -> None:
     """A restored run re-enters its loop once more, whatever it was planned for."""
 
-    def load(original: Any, callback: Any) -> None:
-        original(callback)
+    def load(original: Any, callback: Any, path: str) -> Any:
+        certificate = original(callback, path)
         trainer = callback.trainer
         if 0 < trainer.train_steps <= trainer.state.global_step:
             put.fired()
             trainer.train_steps += 1
             trainer.num_train_epochs += 1
+        return certificate
 
     put.replace("hyper_resume.trainer.callbacks.checkpointer:CheckpointerCallback._load_checkpoint", load, fires=False)
 

@@ -10,8 +10,11 @@ from typing import Any
 from conformance.sabotage import Saboteur, sabotage
 
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer:CheckpointerCallback"
+_RESTORE = "hyper_resume.trainer.restore"
 _LAYOUT = "hyper_resume.checkpoint.layout"
+_LINEAGE = "hyper_resume.checkpoint.lineage"
 _DCP = "hyper_resume.checkpoint.dcp"
+_STORAGE = f"{_DCP}:DistributedCheckpointer"
 _EXTRA = "hyper_resume.checkpoint.extra_state"
 _PAYLOAD = "hyper_resume.trainer.payload"
 
@@ -21,36 +24,37 @@ _PAYLOAD = "hyper_resume.trainer.payload"
 
 @sabotage("missing-path-means-scratch")
 def _missing_path_means_scratch(put: Saboteur) -> None:
-    def load_checkpoint(original: Any, callback: Any) -> None:
+    def look(original: Any, callback: Any, *path: str) -> Any:
         try:
-            original(callback)
+            return original(callback, *path)
         except FileNotFoundError:
             put.fired()
 
-    put.replace(f"{_CALLBACK}._load_checkpoint", load_checkpoint, fires=False)
+    put.replace(f"{_CALLBACK}._resolve_restore_path", look, fires=False)
+    put.replace(f"{_CALLBACK}._load_checkpoint", look, fires=False)
 
 
 @sabotage("latest-of-nothing-refused")
 def _latest_of_nothing_refused(put: Saboteur) -> None:
-    def find_latest(original: Any, checkpoint_dir: Path) -> Any:
-        found = original(checkpoint_dir)
+    def find_latest(original: Any, storage: Any, checkpoint_dir: str) -> Any:
+        found = original(storage, checkpoint_dir)
         if found is None:
             put.fired()
             raise FileNotFoundError(checkpoint_dir)
         return found
 
-    put.replace(f"{_LAYOUT}:find_latest", find_latest, fires=False)
+    put.replace(f"{_STORAGE}.find_latest_checkpoint", find_latest, fires=False)
 
 
 @sabotage("no-training-state-tolerated")
 def _no_training_state_tolerated(put: Saboteur) -> None:
-    def load_checkpoint(original: Any, callback: Any) -> None:
+    def load_checkpoint(original: Any, callback: Any, path: str) -> Any:
         try:
-            original(callback)
+            return original(callback, path)
         except FileNotFoundError:
             put.fired()
             callback.config = dataclasses.replace(callback.config, restore_train_state=False)
-            original(callback)
+            return original(callback, path)
 
     put.replace(f"{_CALLBACK}._load_checkpoint", load_checkpoint, fires=False)
 
@@ -77,7 +81,7 @@ def _peft_base_required(put: Saboteur) -> None:
     def apply_model(original: Any, model: Any, loaded: Any, *, strict: bool) -> None:
         original(model, loaded, strict=True)
 
-    put.replace(f"{_PAYLOAD}:apply_model", apply_model)
+    put.replace(f"{_RESTORE}:apply_model", apply_model)
 
 
 @sabotage("missing-adapter-tolerated")
@@ -87,15 +91,15 @@ def _missing_adapter_tolerated(put: Saboteur) -> None:
 
 @sabotage("absent-optimizer-state-refused")
 def _absent_optimizer_state_refused(put: Saboteur) -> None:
-    def apply_optimizers(original: Any, optimizers: Any, names: Any, loaded: Any) -> None:
-        original(optimizers, names, loaded)
+    def apply_optimizers(original: Any, optimizers: Any, names: Any, loaded: Any, **how: Any) -> None:
+        original(optimizers, names, loaded, **how)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter not in optimizer.state:
                         raise RuntimeError("a parameter has no optimizer state")
 
-    put.replace(f"{_PAYLOAD}:apply_optimizers", apply_optimizers)
+    put.replace(f"{_RESTORE}:apply_optimizers", apply_optimizers)
 
 
 @sabotage("another-count-refused")
@@ -108,7 +112,7 @@ def _another_count_refused(put: Saboteur) -> None:
             raise RuntimeError("another number of optimizers")
         return original(trainer, config, entries, path)
 
-    put.replace("hyper_resume.trainer.callbacks.checkpointer:make_destination", make_destination, fires=False)
+    put.replace(f"{_RESTORE}:make_destination", make_destination, fires=False)
 
 
 @sabotage("topology-change-not-noticed")
@@ -121,29 +125,32 @@ def _topology_change_not_noticed(put: Saboteur) -> None:
 
 @sabotage("completeness-not-checked")
 def _completeness_not_checked(put: Saboteur) -> None:
-    put.replace(f"{_LAYOUT}:is_complete", lambda original, directory: directory.is_dir())
+    put.replace(f"{_LAYOUT}:why_incomplete", lambda original, directory: "" if directory.is_dir() else "is not there")
 
 
 @sabotage("empty-metadata-accepted")
 def _empty_metadata_accepted(put: Saboteur) -> None:
-    put.replace(f"{_LAYOUT}:is_complete", lambda original, directory: (directory / ".metadata").is_file())
+    put.replace(
+        f"{_LAYOUT}:why_incomplete",
+        lambda original, directory: "" if (directory / ".metadata").is_file() else original(directory),
+    )
 
 
 @sabotage("no-scan-behind-the-pointer")
 def _no_scan_behind_the_pointer(put: Saboteur) -> None:
-    put.replace(f"{_LAYOUT}:_scan", lambda original, checkpoint_dir: None)
+    def in_order(original: Any, checkpoint_dir: Path) -> Any:
+        from hyper_resume.checkpoint import layout
+
+        order, (pointed, _) = original(checkpoint_dir), layout.read_pointer(checkpoint_dir)
+        named = tuple(path for path in order.directories if path.name == f"global_step_{pointed}")
+        return dataclasses.replace(order, directories=named)
+
+    put.replace(f"{_LINEAGE}:in_order", in_order)
 
 
 @sabotage("lost-checkpoint-means-scratch")
 def _lost_checkpoint_means_scratch(put: Saboteur) -> None:
-    def find_latest(original: Any, checkpoint_dir: Path) -> Any:
-        try:
-            return original(checkpoint_dir)
-        except FileNotFoundError:
-            put.fired()
-            return None
-
-    put.replace(f"{_LAYOUT}:find_latest", find_latest, fires=False)
+    put.replace(f"{_LINEAGE}:refuse_if_published", lambda original, *args: None)
 
 
 @sabotage("look-alike-accepted")
@@ -156,11 +163,11 @@ def _look_alike_accepted(put: Saboteur) -> None:
 
 
 def _newest_by(put: Saboteur, key: Any) -> None:
-    def scan(original: Any, checkpoint_dir: Path) -> Any:
-        found = [path for path in checkpoint_dir.glob("global_step_*") if (path / ".metadata").is_file()]
-        return max(found, key=key, default=None)
+    def in_order(original: Any, checkpoint_dir: Path) -> Any:
+        order = original(checkpoint_dir)
+        return dataclasses.replace(order, directories=tuple(sorted(order.directories, key=key, reverse=True)))
 
-    put.replace(f"{_LAYOUT}:_scan", scan)
+    put.replace(f"{_LINEAGE}:in_order", in_order)
 
 
 @sabotage("steps-compared-as-text")
@@ -175,28 +182,27 @@ def _newest_by_file_time(put: Saboteur) -> None:
 
 @sabotage("recorded-place-trusted")
 def _recorded_place_trusted(put: Saboteur) -> None:
-    def find_latest(original: Any, checkpoint_dir: Path) -> Any:
+    def find_latest(original: Any, storage: Any, checkpoint_dir: str) -> Any:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-        found = original(checkpoint_dir)
+        found = original(storage, checkpoint_dir)
         if found is None:
             return None
         staged = Path(str(FileSystemReader(found).read_metadata().storage_meta.checkpoint_id))  # type: ignore[union-attr]
-        return staged.parent.parent / found.name
+        return str(staged.parent.parent / Path(found).name)
 
-    put.replace(f"{_LAYOUT}:find_latest", find_latest)
+    put.replace(f"{_STORAGE}.find_latest_checkpoint", find_latest)
 
 
 @sabotage("links-passed-over")
 def _links_passed_over(put: Saboteur) -> None:
-    def is_complete(original: Any, directory: Path) -> bool:
+    def verify(original: Any, directory: Path, *args: Any, **how: Any) -> Any:
         if directory.is_symlink() or directory.parent.is_symlink():
             put.fired()
-            return False
-        complete: bool = original(directory)
-        return complete
+            raise FileNotFoundError(directory)
+        return original(directory, *args, **how)
 
-    put.replace(f"{_LAYOUT}:is_complete", is_complete, fires=False)
+    put.replace("hyper_resume.checkpoint.loading:verify", verify, fires=False)
 
 
 # ---- the pointer ----------------------------------------------------------------------------------------------------
@@ -217,13 +223,15 @@ def _pointer_to_an_older_step(put: Saboteur) -> None:
 
 @sabotage("pointer-moved-before-the-commit")
 def _pointer_moved_before_the_commit(put: Saboteur) -> None:
-    def finalize(original: Any, checkpointer: Any, staging: Path, target: Path, global_step: int) -> None:
+    def commit(original: Any, attempt: Any, group: Any) -> Any:
+        from hyper_resume import collective
         from hyper_resume.checkpoint import layout
 
-        layout.write_pointer(target.parent, global_step)
-        original(checkpointer, staging, target, global_step)
+        if collective.rank() == 0:
+            layout.write_pointer(attempt.target.parent, attempt.global_step)
+        return original(attempt, group)
 
-    put.replace(f"{_DCP}:DistributedCheckpointer._finalize_checkpoint", finalize)
+    put.replace("hyper_resume.checkpoint.saving:commit", commit)
 
 
 @sabotage("step-found-anywhere-in-the-path")
@@ -237,15 +245,24 @@ def _step_found_anywhere_in_the_path(put: Saboteur) -> None:
 
 
 # ---- parts of different saves ---------------------------------------------------------------------------------------
+# The manifest's digests show every such part, so for the check behind them to be asked they are believed unseen.
+
+
+def _believe_the_files(put: Saboteur) -> None:
+    put.replace("hyper_resume.checkpoint.loading:_verify_one", lambda original, *args, **how: "", fires=False)
+    put.replace("hyper_resume.checkpoint.loading:compare_digests", lambda original, *args: None, fires=False)
 
 
 @sabotage("rank-file-of-another-save-accepted")
 def _rank_file_of_another_save_accepted(put: Saboteur) -> None:
+    _believe_the_files(put)
     put.replace(f"{_DCP}:check_training_state", lambda original, *args: None)
 
 
 @sabotage("rank-file-of-another-step-accepted")
 def _rank_file_of_another_step_accepted(put: Saboteur) -> None:
+    _believe_the_files(put)
+
     def read_file(original: Any, step_directory: Path, rank: int) -> Any:
         state, first = original(step_directory, rank), original(step_directory, 0)
         return {**state, "global_step": first["global_step"], "save_id": first["save_id"]}
@@ -255,11 +272,14 @@ def _rank_file_of_another_step_accepted(put: Saboteur) -> None:
 
 @sabotage("shards-of-another-save-accepted")
 def _shards_of_another_save_accepted(put: Saboteur) -> None:
+    _believe_the_files(put)
     put.replace(f"{_DCP}:read_save_id", lambda original, *args: None)
 
 
 @sabotage("another-ranks-file-accepted")
 def _another_ranks_file_accepted(put: Saboteur) -> None:
+    _believe_the_files(put)
+
     def checked(original: Any, state: Any, where: str, rank: int) -> Any:
         return original({**state, "rank": rank}, where, rank)
 
@@ -268,4 +288,4 @@ def _another_ranks_file_accepted(put: Saboteur) -> None:
 
 @sabotage("no-pointer-before-the-scan")
 def _no_pointer_before_the_scan(put: Saboteur) -> None:
-    put.replace(f"{_LAYOUT}:_follow_pointer", lambda original, pointer: (None, ""))
+    put.replace(f"{_LAYOUT}:read_pointer", lambda original, checkpoint_dir: (None, ""))

@@ -6,25 +6,25 @@ from typing import Any
 
 from conformance.sabotage import Saboteur, sabotage
 
-_PAYLOAD = "hyper_resume.trainer.payload"
+_RESTORE = "hyper_resume.trainer.restore"
 
 
 @sabotage("rng-not-restored")
 def _rng_not_restored(put: Saboteur) -> None:
-    put.replace(f"{_PAYLOAD}:apply_rng", lambda original, *args: None)
+    put.replace(f"{_RESTORE}:apply_rng", lambda original, *args: None)
 
 
 @sabotage("moments-zeroed")
 def _moments_zeroed(put: Saboteur) -> None:
-    def apply(original: Any, optimizers: Any, names: Any, loaded: Any) -> None:
-        original(optimizers, names, loaded)
+    def apply(original: Any, optimizers: Any, names: Any, loaded: Any, **how: Any) -> None:
+        original(optimizers, names, loaded, **how)
         for optimizer in optimizers:
             for entries in optimizer.state.values():
                 for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
                     if key in entries:
                         entries[key].zero_()
 
-    put.replace(f"{_PAYLOAD}:apply_optimizers", apply)
+    put.replace(f"{_RESTORE}:apply_optimizers", apply)
 
 
 @sabotage("start-step-off-by-one")
@@ -33,7 +33,7 @@ def _start_step_off_by_one(put: Saboteur) -> None:
         epoch, step = original(trainer, positioned=positioned)
         return epoch, step + 1
 
-    put.replace(f"{_PAYLOAD}:resume_point", resume_point)
+    put.replace(f"{_RESTORE}:resume_point", resume_point)
 
 
 @sabotage("epoch-not-restored")
@@ -46,7 +46,7 @@ def _epoch_not_restored(put: Saboteur) -> None:
             put.fired()
         return 0, step
 
-    put.replace(f"{_PAYLOAD}:resume_point", resume_point, fires=False)
+    put.replace(f"{_RESTORE}:resume_point", resume_point, fires=False)
 
 
 @sabotage("load-writes-a-mark")

@@ -6,7 +6,7 @@ from typing import Any
 
 from conformance.sabotage import Saboteur, sabotage
 
-_PAYLOAD = "hyper_resume.trainer.payload"
+_RESTORE = "hyper_resume.trainer.restore"
 _CALLBACK_MODULE = "hyper_resume.trainer.callbacks.checkpointer"
 _CALLBACK = f"{_CALLBACK_MODULE}:CheckpointerCallback"
 _STORAGE = "hyper_resume.checkpoint.dcp:DistributedCheckpointer"
@@ -23,28 +23,28 @@ def _streams_of_rank_0_for_all(put: Saboteur) -> None:
 
         original(collective.on_rank_zero(lambda: saved), device_type)
 
-    put.replace(f"{_PAYLOAD}:apply_rng", apply)
+    put.replace(f"{_RESTORE}:apply_rng", apply)
 
 
 @sabotage("muon-momentum-left-behind")
 def _muon_momentum_left_behind(put: Saboteur) -> None:
-    def apply(original: Any, optimizers: Any, names: Any, loaded: Any) -> None:
-        original(optimizers, names, loaded)
+    def apply(original: Any, optimizers: Any, names: Any, loaded: Any, **how: Any) -> None:
+        original(optimizers, names, loaded, **how)
         for optimizer in optimizers:
             for entries in optimizer.state.values():
                 if "momentum_buffer" in entries:
                     put.fired()
                     entries["momentum_buffer"].zero_()
 
-    put.replace(f"{_PAYLOAD}:apply_optimizers", apply, fires=False)
+    put.replace(f"{_RESTORE}:apply_optimizers", apply, fires=False)
 
 
 @sabotage("moments-lost-on-one-rank")
 def _moments_lost_on_one_rank(put: Saboteur) -> None:
-    def apply(original: Any, optimizers: Any, names: Any, loaded: Any) -> None:
+    def apply(original: Any, optimizers: Any, names: Any, loaded: Any, **how: Any) -> None:
         from hyper_resume import collective
 
-        original(optimizers, names, loaded)
+        original(optimizers, names, loaded, **how)
         if collective.rank() != _STRUCK:
             return
         for optimizer in optimizers:
@@ -53,16 +53,16 @@ def _moments_lost_on_one_rank(put: Saboteur) -> None:
                     put.fired()
                     _local(entries[key]).zero_()
 
-    put.replace(f"{_PAYLOAD}:apply_optimizers", apply, fires=False)
+    put.replace(f"{_RESTORE}:apply_optimizers", apply, fires=False)
 
 
 @sabotage("extra-state-of-one-rank-left-out")
 def _extra_state_of_one_rank_left_out(put: Saboteur) -> None:
-    def write(original: Any, step_directory: Any, rank: int, content: bytes) -> None:
-        if rank == _STRUCK:
-            put.fired()
-        else:
-            original(step_directory, rank, content)
+    def write(original: Any, step_directory: Any, rank: int, content: bytes) -> Any:
+        if rank != _STRUCK:
+            return original(step_directory, rank, content)
+        put.fired()
+        return _entry(rank, content)
 
     put.replace(f"{_EXTRA}:write_file", write, fires=False)
 
@@ -78,20 +78,23 @@ def _embedded_entries_of_rank_0_for_all(put: Saboteur) -> None:
         return {**original(storage, directory, metadata, found, 0), "rank": rank}
 
     put.replace(f"{_STORAGE}._read_one", read, fires=False)
+    # The digests of each rank's own buckets would tell.
+    put.replace("hyper_resume.checkpoint.loading:compare_digests", lambda original, *args: None, fires=False)
 
 
 @sabotage("refusal-heard-by-one-rank")
 def _refusal_heard_by_one_rank(put: Saboteur) -> None:
-    def load(original: Any, callback: Any) -> None:
+    def load(original: Any, callback: Any, *path: str) -> Any:
         from hyper_resume import collective
 
         try:
-            original(callback)
+            return original(callback, *path)
         except (FileNotFoundError, RuntimeError):
             if collective.rank() == 0:
                 raise
             put.fired()
 
+    put.replace(f"{_CALLBACK}._resolve_restore_path", load, fires=False)
     put.replace(f"{_CALLBACK}._load_checkpoint", load, fires=False)
 
 
@@ -100,23 +103,23 @@ def _commit_before_all_ranks_are_done(put: Saboteur) -> None:
     """All ranks but one write their training state into what is visible already."""
     late: list[tuple[int, bytes]] = []
 
-    def write(original: Any, step_directory: Any, rank: int, content: bytes) -> None:
+    def write(original: Any, step_directory: Any, rank: int, content: bytes) -> Any:
         if rank == 0:
-            original(step_directory, rank, content)
-        else:
-            late.append((rank, content))
+            return original(step_directory, rank, content)
+        late.append((rank, content))
+        return _entry(rank, content)
 
-    def finalize(original: Any, storage: Any, staging: Any, target: Any, global_step: int) -> None:
+    def publish(original: Any, storage: Any, attempt: Any) -> None:
         from hyper_resume.checkpoint import extra_state
 
-        original(storage, staging, target, global_step)
+        original(storage, attempt)
         while late:
             put.fired()
             # Its own name is the replaced one, which would wait for the next publication.
-            extra_state.write_file.__wrapped__(target, *late.pop())  # type: ignore[attr-defined]
+            extra_state.write_file.__wrapped__(attempt.target, *late.pop())  # type: ignore[attr-defined]
 
     put.replace(f"{_EXTRA}:write_file", write, fires=False)
-    put.replace(f"{_STORAGE}._finalize_checkpoint", finalize, fires=False)
+    put.replace(f"{_STORAGE}._publish", publish, fires=False)
 
 
 @sabotage("head-norms-left-out-of-the-plan")
@@ -125,6 +128,14 @@ def _head_norms_left_out_of_the_plan(put: Saboteur) -> None:
     put.replace(f"{_TENSOR_PARALLEL}:_check_covered", lambda original, *args: None)
     put.replace(f"{_CALLBACK_MODULE}:check_replicas", lambda original, *args: None)
     put.set(f"{_TENSOR_PARALLEL}:_HEAD_NORMS", ())
+
+
+def _entry(rank: int, content: bytes) -> Any:
+    """What the manifest says of a file, written or not."""
+    from hyper_resume import digest
+    from hyper_resume.checkpoint.manifest import FileEntry
+
+    return FileEntry(size_bytes=len(content), digest=digest.digest_bytes([content]), rank=rank)
 
 
 def _local(tensor: Any) -> Any:

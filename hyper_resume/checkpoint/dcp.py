@@ -141,12 +141,14 @@ class DistributedCheckpointer(CheckpointerBase):
         group, rank = self._group(), collective.rank()
         mesh = mesh_of(payload)
         buckets: dict[str, str] = {}
+        names: dict[str, str] = {}
         files: dict[str, FileEntry] = {}
 
         def write() -> None:
             self._check_shared(attempt.staging)
             flat, _ = flatten_state_dict(payload)
             buckets.update({**loading.bucket_digests(flat), **extra.bucket_digests(training_state or {})})
+            names.update(loading.name_digests(flat))
             if training_state is not None:
                 training_state[SAVE_ID] = attempt.save_id
             if training_state is not None and self._extra_state_per_rank:
@@ -156,14 +158,15 @@ class DistributedCheckpointer(CheckpointerBase):
         mark_shards(payload, attempt.save_id, rank)
         if training_state is not None and not self._extra_state_per_rank:
             payload[extra.PAYLOAD_KEY] = extra.embed(training_state, rank)
-        of_ranks = collective.gather((files, buckets), group)
+        of_ranks = collective.gather((files, buckets, names), group)
         self.last_buckets = buckets
         draft = draft_manifest(
             attempt,
             world_size=collective.world_size(),
             mesh=mesh,
-            files={name: entry for found, _ in of_ranks for name, entry in found.items()},
-            buckets={str(index): found for index, (_, found) in enumerate(of_ranks)},
+            files={name: entry for found, _, _ in of_ranks for name, entry in found.items()},
+            buckets={str(index): found for index, (_, found, _) in enumerate(of_ranks)},
+            names={str(index): found for index, (_, _, found) in enumerate(of_ranks)},
             metrics=metrics,
         )
         return ShardWriter(attempt.staging, draft)
@@ -318,8 +321,7 @@ class DistributedCheckpointer(CheckpointerBase):
 
         def check() -> dict[str, str]:
             found = {**buffers.digests(), **extra.bucket_digests(training_state)}
-            whole = set(found) - {name.split(".", 1)[0] for name in buffers.unread + buffers.missing}
-            loading.compare_digests(saved, found, whole, path)
+            loading.compare_digests(saved, found, buffers.not_as_saved(manifest), path)
             if self.check_loaded is not None:
                 self.check_loaded(buffers.nested(), training_state)
             return found

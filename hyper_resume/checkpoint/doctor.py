@@ -161,7 +161,7 @@ def _state(checkpoint_dir: Path) -> Iterator[Finding]:
         if reason:
             yield Finding(
                 kind="problem",
-                what=f"{directory.name} is incomplete: {reason}",
+                what=f"{directory.name} {reason}",
                 do="delete or restore it",
             )
     pointed, complaint = layout.read_pointer(checkpoint_dir)

@@ -87,9 +87,10 @@ def why_incomplete(directory: Path) -> str:
     try:
         found = read_manifest(directory)
     except CheckpointMismatchError as error:
-        return str(error)
+        return f"can't be trusted: {error}"
     if found is not None:
-        return "; ".join(verify_files(directory, found, sorted(found.files), digests=False)[:3])
+        missing = verify_files(directory, found, sorted(found.files), digests=False)
+        return f"is incomplete: {'; '.join(missing[:3])}" if missing else ""
     marker = directory / METADATA_NAME
     return "" if marker.is_file() and marker.stat().st_size > 0 else "is incomplete (no usable .metadata)"
 

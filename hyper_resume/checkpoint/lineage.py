@@ -49,11 +49,13 @@ def _candidate(step: int, path: Path) -> Candidate:
     try:
         manifest = read_manifest(path)
     except CheckpointMismatchError as error:
-        return Candidate(step=step, path=path, manifest=None, complaint=str(error))
-    complaint = layout.why_incomplete(path)
-    if manifest is not None and manifest.step != step and not complaint:
-        complaint = f"its manifest is of global_step {manifest.step}"
-    return Candidate(step=step, path=path, manifest=manifest, complaint=complaint)
+        return Candidate(step=step, path=path, manifest=None, complaint=f"can't be trusted: {error}")
+    if manifest is not None and manifest.step != step:
+        # Another step's: nothing that it says holds here, its ancestors neither.
+        return Candidate(
+            step=step, path=path, manifest=None, complaint=f"has the manifest of global_step {manifest.step}"
+        )
+    return Candidate(step=step, path=path, manifest=manifest, complaint=layout.why_incomplete(path))
 
 
 @dataclass(frozen=True, kw_only=True)

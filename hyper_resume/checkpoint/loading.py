@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from hyper_resume import collective, digest
 from hyper_resume.checkpoint import layout, operations
+from hyper_resume.checkpoint.filesystem import read_metadata_file
 from hyper_resume.checkpoint.manifest import (
+    MANIFEST_NAME,
     MISSING,
     Manifest,
     Mesh,
@@ -65,6 +67,7 @@ def verify(
     """
     manifest = collective.on_rank_zero(lambda: _read_manifest(directory), group)
     if manifest is None:
+        collective.on_rank_zero(lambda: refuse_lost_manifest(directory), group)
         return None
     rank, world_size = collective.rank(), collective.world_size()
     own = [
@@ -111,6 +114,27 @@ def _read_manifest(directory: Path) -> Manifest | None:
     return manifest
 
 
+def refuse_lost_manifest(directory: Path) -> None:
+    """A save of this library wrote a manifest, and its ``.metadata`` tells so: without it nothing is proved any more.
+
+    Raises:
+        CheckpointMismatchError: there is none where one was written.
+    """
+    if layout.why_incomplete(directory):
+        return
+    about = read_metadata_file(directory).storage_meta
+    if about is not None and about.save_id and about.save_id == Path(str(about.checkpoint_id)).name:
+        raise CheckpointMismatchError(
+            describe(
+                "the checkpoint has lost its manifest",
+                where=str(directory),
+                expected=f"{MANIFEST_NAME}, which save {about.save_id} wrote with it",
+                found="no such file",
+                do="restore the file from a copy, or resume from another checkpoint",
+            )
+        )
+
+
 def _verify_in_parallel(directory: Path, manifest: Manifest, names: list[str], *, digests: bool) -> list[str]:
     check = partial(_verify_one, directory, manifest, digests=digests)
     threads = min(_MOST_THREADS, os.cpu_count() or 1, len(names))
@@ -155,7 +179,6 @@ class Buffers:
             if name in stored
         }
         self._live = flat
-        self.missing = tuple(sorted(set(flat) - set(stored)))
         self.unread = tuple(sorted(_bucket_entries(stored, set(state)) - set(flat)))
 
     def refuse_other_kinds(self, metadata: Metadata, where: str) -> None:
@@ -182,6 +205,12 @@ class Buffers:
         """Return the state as it will be, in the form of the live one."""
         found: dict[str, Any] = unflatten_state_dict({**self._live, **self.flat}, self._places)
         return found
+
+    def not_as_saved(self, manifest: Manifest | None) -> set[str]:
+        """Buckets of which this rank asks for other entries than it saved, so that their digests can't be compared."""
+        saved = {} if manifest is None else manifest.names.get(str(collective.rank()), {})
+        asked = name_digests(self._live)
+        return {bucket for bucket in asked if saved.get(bucket) != asked[bucket]}
 
     def digests(self) -> dict[str, str]:
         """Bucket -> digest of what is in the buffers."""
@@ -218,6 +247,14 @@ def bucket_digests(flat: Mapping[str, Any]) -> dict[str, str]:
     return {bucket: digest.state_text(entries) for bucket, entries in buckets.items()}
 
 
+def name_digests(flat: Mapping[str, Any]) -> dict[str, str]:
+    """Return bucket -> digest of the names of this rank's entries in a flattened payload."""
+    buckets: dict[str, list[str]] = {}
+    for name in sorted(flat):
+        buckets.setdefault(name.split(".", 1)[0], []).append(name)
+    return {bucket: digest.state_text(names) for bucket, names in buckets.items()}
+
+
 def saved_digests(manifest: Manifest | None, mesh: Mesh | None) -> Mapping[str, str]:
     """Return this rank's digests at the save; empty where it had none, or had another part of the state."""
     if manifest is None or manifest.world_size != collective.world_size() or manifest.mesh != mesh:
@@ -225,19 +262,19 @@ def saved_digests(manifest: Manifest | None, mesh: Mesh | None) -> Mapping[str, 
     return manifest.buckets.get(str(collective.rank()), {})
 
 
-def compare_digests(saved: Mapping[str, str], loaded: Mapping[str, str], whole: set[str], where: str) -> None:
+def compare_digests(saved: Mapping[str, str], loaded: Mapping[str, str], others: set[str], where: str) -> None:
     """Refuse a bucket that was read otherwise than it was saved.
 
     Args:
         saved: digests at the save.
         loaded: digests of what was read.
-        whole: buckets of which exactly the saved entries were asked for; others can't be compared.
+        others: buckets of which other entries were asked for than were saved; these can't be compared.
         where: the path, for the message.
 
     Raises:
         CheckpointMismatchError: names the bucket and both digests.
     """
-    for bucket in sorted(whole & set(saved) & set(loaded)):
+    for bucket in sorted((set(saved) & set(loaded)) - others):
         if saved[bucket] != loaded[bucket]:
             raise CheckpointMismatchError(
                 describe(

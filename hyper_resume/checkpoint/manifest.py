@@ -73,6 +73,8 @@ class Manifest:
         metrics: what retention ranks by.
         files: path below the step directory (``/`` between parts) to its entry; all files but the manifest itself.
         buckets: rank as text to bucket to the digest of that rank's part, taken from the live state at the call of ``save``.
+        names: rank as text to bucket to the digest of the names of that rank's entries, for the buckets of the payload: whether
+            a load asks for the very entries that the rank had, so that digests can be compared.
     """
 
     step: int
@@ -86,6 +88,7 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     files: Mapping[str, FileEntry]
     buckets: Mapping[str, Mapping[str, str]]
+    names: Mapping[str, Mapping[str, str]]
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -159,6 +162,7 @@ def _decode(found: Any) -> Manifest:
         metrics={name: form.inside("metrics").number(name) for name in form.names("metrics")},
         files={name: _file_entry(name, form.inside("files").inside(name)) for name in form.names("files")},
         buckets={rank: _bucket_digests(rank, form.inside("buckets").inside(rank)) for rank in form.names("buckets")},
+        names={rank: _bucket_digests(rank, form.inside("names").inside(rank)) for rank in form.names("names")},
     )
     form.refuse_others("format", "format_version", "digest", *Manifest.__dataclass_fields__)
     if METADATA_NAME not in manifest.files:

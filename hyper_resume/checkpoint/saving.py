@@ -71,6 +71,7 @@ def draft_manifest(
     mesh: Mesh | None,
     files: Mapping[str, FileEntry],
     buckets: Mapping[str, Mapping[str, str]],
+    names: Mapping[str, Mapping[str, str]],
     metrics: Mapping[str, float],
 ) -> Manifest:
     """Return the manifest as far as it is known before the shards are written."""
@@ -87,6 +88,7 @@ def draft_manifest(
         metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
         files=dict(files),
         buckets=buckets,
+        names=names,
     )
 
 

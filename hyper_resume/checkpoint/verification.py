@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from hyper_resume.checkpoint import layout, lineage, operations, safe_load
 from hyper_resume.checkpoint.filesystem import read_metadata_file
+from hyper_resume.checkpoint.loading import refuse_lost_manifest
 from hyper_resume.checkpoint.lock import LOCK_NAME
 from hyper_resume.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -172,6 +173,7 @@ def _verify_without_manifest(directory: Path, *, digests: bool) -> list[str]:
     incomplete = layout.why_incomplete(directory)
     if incomplete:
         return [incomplete]
+    refuse_lost_manifest(directory)
     metadata = read_metadata_file(directory)
     safe_load.check_extents(directory, metadata)
     return list(_damaged_entries(directory, metadata)) if digests else []

@@ -42,21 +42,26 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[HyperResumeError], str]] 
     "extra_state of rank 2 missing": (
         lambda d: rank_file(d, 2).unlink(),
         CheckpointNotFoundError,
-        "extra_state file of rank 2 is missing",
+        "extra_state_rank_2.pt: it is missing",
     ),
     "extra_state of rank 3 cut short": (lambda d: cut_short(rank_file(d, 3)), CheckpointMismatchError, "rank_3"),
     "extra_state of rank 1 is rank 2's": (
         lambda d: shutil.copy(rank_file(d, 2), rank_file(d, 1)),
         CheckpointMismatchError,
-        "not this rank's",
+        "it has the content of extra_state/extra_state_rank_2.pt",
     ),
     "extra_state of rank 1 of another save": (
         lambda d: shutil.copy(rank_file(another_save(d), 1), rank_file(d, 1)),
         CheckpointMismatchError,
-        "parts of different saves",
+        "it is a part of another save: global_step_2",
     ),
-    "shard of rank 1 missing": (lambda d: (d / "__1_0.distcp").unlink(), CheckpointMismatchError, "__1_0.distcp"),
-    "metadata empty": (lambda d: (d / ".metadata").write_bytes(b""), CheckpointNotFoundError, "global_step_2"),
+    "shard of rank 1 missing": (lambda d: (d / "__1_0.distcp").unlink(), CheckpointNotFoundError, "__1_0.distcp"),
+    "metadata empty": (lambda d: (d / ".metadata").write_bytes(b""), CheckpointMismatchError, ".metadata"),
+    "manifest of another save": (
+        lambda d: shutil.copy(another_save(d) / "manifest.json", d / "manifest.json"),
+        CheckpointMismatchError,
+        "not as it was written",
+    ),
     "directory gone": (shutil.rmtree, CheckpointNotFoundError, "global_step_2"),
 }
 

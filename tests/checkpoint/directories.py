@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from hyper_resume.checkpoint import DistributedCheckpointer
 
@@ -23,7 +26,11 @@ def listing(root: Path) -> dict[str, str]:
     return found
 
 
-def make_step(root: Path, name: str | int, *, metadata: bytes | None = b"not empty") -> Path:
+# A description of nothing, which can be read.
+_EMPTY = pickle.dumps(Metadata({}, storage_data={}, storage_meta=StorageMeta()))
+
+
+def make_step(root: Path, name: str | int, *, metadata: bytes | None = _EMPTY) -> Path:
     """A step directory that looks complete, or one without or with another ``.metadata``."""
     directory = root / (f"global_step_{name}" if isinstance(name, int) else name)
     directory.mkdir(parents=True)
@@ -34,9 +41,23 @@ def make_step(root: Path, name: str | int, *, metadata: bytes | None = b"not emp
 
 
 def forget_manifest(directory: Path) -> Path:
-    """Take the manifest away: the directory counts as another tool's, and what is behind the manifest is reached."""
+    """Take away the manifest and the mark that there was one: the directory counts as another tool's, and what is behind the
+    manifest is reached.
+    """
     (directory / "manifest.json").unlink()
+    unmark(directory)
     return directory
+
+
+def unmark(directory: Path) -> None:
+    """Take away the mark that there was a manifest."""
+    path = directory / ".metadata"
+    try:
+        metadata = pickle.loads(path.read_bytes())
+    except (pickle.UnpicklingError, EOFError, FileNotFoundError):
+        return
+    metadata.storage_meta = StorageMeta(checkpoint_id=metadata.storage_meta.checkpoint_id)
+    path.write_bytes(pickle.dumps(metadata))
 
 
 def latest(root: Path) -> Path | None:

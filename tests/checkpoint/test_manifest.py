@@ -35,6 +35,7 @@ WHOLE = Manifest(
         "extra_state/extra_state_rank_3.pt": FileEntry(size_bytes=0, digest=DIGEST, rank=3),
     },
     buckets={"0": {"model": DIGEST, "rng_state": DIGEST}, "3": {}},
+    names={"0": {"model": DIGEST}, "3": {}},
 )
 
 

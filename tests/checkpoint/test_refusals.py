@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError
 from hyper_resume.state.model import collect_model
-from tests.checkpoint.directories import listing
+from tests.checkpoint.directories import forget_manifest, listing, unmark
 from tests.checkpoint.payloads import SKELETON, full_state, payload, same, sharded_tiny
 from tests.checkpoint.refusal_cases import CASES, STEP, another_attempt, nothing
 from tests.ranks import run_ranks
@@ -84,7 +84,7 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             shutil.copytree(root / "saved", top)
             directory = top / source / f"global_step_{STEP}"
             if variant == "without manifest":
-                (directory / "manifest.json").unlink()
+                forget_manifest(directory)
             before = listing(directory)
             change(directory)
             after = listing(directory) if directory.is_dir() else {}
@@ -93,6 +93,9 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 for name, found in before.items()
                 if after.get(name) != found and found != "folder"
             }
+            if case == "metadata of another attempt" and variant == "without manifest":
+                # The copied one tells of a manifest again.
+                unmark(directory)
             paths[f"{case}, {variant}"] = (str(directory), difference)
     for part, directory in (
         ("another attempt", another_attempt(root / "saved" / "files" / f"global_step_{STEP}")),

@@ -10,10 +10,12 @@ from typing import Any, BinaryIO, Literal
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from hyper_resume.checkpoint import DistributedCheckpointer, loading, operations
 from hyper_resume.checkpoint.operations import FileOperations
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError
+from tests.checkpoint.directories import latest
 from tests.checkpoint.payloads import same
 from tests.checkpoint.single_value import damage, manifest_content, save, state, value_of
 from tests.ranks import run_ranks
@@ -205,3 +207,44 @@ def test_a_directory_of_any_name_can_be_saved_and_loaded(tmp_path: Path, name: s
     DistributedCheckpointer().save(str(tmp_path / name), state(5.0), global_step=5)
     assert manifest_content(tmp_path / name)["attempt"].startswith(f"{name}.")
     assert value_of(tmp_path / name) == 5.0
+
+
+def test_a_step_that_has_lost_its_manifest_is_refused_and_latest_falls_back(tmp_path: Path) -> None:
+    for step in (1, 2):
+        DistributedCheckpointer().save(
+            str(tmp_path / f"global_step_{step}"), {"model": {"w": torch.full((3,), float(step))}}, global_step=step
+        )
+    (tmp_path / "global_step_2" / "manifest.json").unlink()
+    live = {"w": torch.zeros(3)}
+    with pytest.raises(CheckpointMismatchError, match="has lost its manifest"):
+        DistributedCheckpointer().load(str(tmp_path / "global_step_2"), {"model": live})
+    assert torch.equal(live["w"], torch.zeros(3))
+    assert latest(tmp_path) == tmp_path / "global_step_1"
+    # Without the mark it is another tool's, which never had one.
+    stock = tmp_path / "stock"
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=stock, no_dist=True)
+    DistributedCheckpointer().load(str(stock), {"model": live})
+    assert torch.equal(live["w"], torch.ones(3))
+
+
+def test_a_rank_may_load_more_of_a_bucket_than_it_saved(tmp_path: Path) -> None:
+    run_ranks(_save_one_and_load_all, 2, str(tmp_path / "global_step_1"))
+
+
+def _save_one_and_load_all(path: str) -> None:
+    rank = dist.get_rank()
+    DistributedCheckpointer().save(path, {"model": {f"w{rank}": torch.full((3,), float(rank))}}, global_step=1)
+    live = {f"w{index}": torch.full((3,), 9.0) for index in range(2)}
+    DistributedCheckpointer().load(path, {"model": live})
+    for index in range(2):
+        assert torch.equal(live[f"w{index}"], torch.full((3,), float(index)))
+
+
+def test_another_steps_manifest_stands_for_nothing_and_latest_goes_on_to_the_next(tmp_path: Path) -> None:
+    for step in (4, 8):
+        DistributedCheckpointer().save(
+            str(tmp_path / f"global_step_{step}"), {"model": {"w": torch.ones(3)}}, global_step=step
+        )
+    content = (tmp_path / "global_step_4" / "manifest.json").read_bytes()
+    (tmp_path / "global_step_8" / "manifest.json").write_bytes(content)
+    assert latest(tmp_path) == tmp_path / "global_step_4"

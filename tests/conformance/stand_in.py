@@ -11,8 +11,9 @@ from typing import Any
 
 from conformance.adapter import ABILITIES, Description, Job, Launch, to_job
 from conformance.case import Case, parse_case
+from conformance.launching import Launcher, LegOrder, RunningLeg
 from conformance.legs import LegPlan, run_leg
-from conformance.processes import Hosts, Launcher, LegOrder, RunningLeg
+from conformance.processes import Hosts
 from conformance.results import LegRecord, ResultRecord
 from conformance.runner import CaseRun, Runner
 

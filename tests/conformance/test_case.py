@@ -84,6 +84,8 @@ def test_what_is_unknown_or_ill_said_is_refused(tmp_path: Path, old: str, new: s
         ("fault: {victims: rank-2}", "victims 'rank-2' are neither all nor one of its ranks or nodes"),
         ("fault: {victims: node-1}", "victims 'node-1' are neither all nor one of its ranks or nodes"),
         ("fault: {victims: everybody}", "victims 'everybody' are neither all nor one of its ranks or nodes"),
+        ("fault: {kind: terminate, victims: launcher-1}", "victims 'launcher-1' are neither all nor"),
+        ("fault: {victims: launcher-0}", "a launcher alone is terminated; killed, it takes its ranks along"),
         ("fault: {kind: raise, victims: rank-1}", "victims 'rank-1' are neither all nor one of its ranks or nodes"),
     ],
 )

@@ -116,3 +116,21 @@ def test_dtype_kept_looks_at_types_and_shapes_only(tmp_path: Path) -> None:
     found = restored_as(tmp_path / "b", wider)
     assert status(found, "dtype_kept", **parameters) == ("failed", "optimizer")
     assert status(found, "dtype_kept", dtype="bfloat16", **parameters)[0] == "error"
+
+
+def test_bucket_as_built_looks_at_what_a_refusal_left_on_every_rank(tmp_path: Path) -> None:
+    built, moved = {"w": "float32[2] aa"}, {"w": "float32[2] bb"}
+
+    def told(*of_ranks: dict[str, str], kind: str = "refused") -> list[list[dict[str, Any]]]:
+        return [[state("built", model=built), state(kind, model=found)] for found in of_ranks]
+
+    found = evidence(
+        leg(tmp_path, "untouched", events=told(built, built), ends=[1, 1]),
+        leg(tmp_path, "half", events=told(built, moved), ends=[1, 1]),
+        leg(tmp_path, "went-on", events=told(built, built, kind="begin"), ends=[0, 0]),
+        leg(tmp_path, "silent", events=[[state("built", model=built)]] * 2, ends=[1, 1]),
+    )
+    assert [
+        status(found, "bucket_as_built", leg=name, buckets=["model"], at="refused")
+        for name in ("untouched", "half", "went-on", "silent")
+    ] == [("passed", None), ("failed", "model"), ("failed", "storage"), ("error", None)]

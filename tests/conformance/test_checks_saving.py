@@ -76,3 +76,44 @@ def test_buckets_on_disk(tmp_path: Path) -> None:
     assert status(found, "buckets_on_disk", look="2", present=["optimizer"]) == ("failed", "optimizer")
     assert status(found, "buckets_on_disk", look="2", absent=["model/hidden.weight"]) == ("failed", "model")
     assert status(found, "buckets_on_disk", look="2")[0] == "error"
+
+
+def test_not_saved_again_leaves_out_the_lock_and_the_certificates(tmp_path: Path) -> None:
+    step = {"checkpoints/global_step_2/.metadata": "x"}
+    own = {
+        "checkpoints/.writer.lock": "another",
+        "checkpoints/certificates": "",
+        "checkpoints/certificates/a.json": "{}",
+    }
+    found = evidence(leg(tmp_path, before={**step, "checkpoints/.writer.lock": "one"}, after={**step, **own}))
+    assert status(found, "not_saved_again", leg="resumed")[0] == "passed"
+    assert status(found, "nothing_changed_on_disk", leg="resumed")[0] == "failed"
+
+
+def operations(*done: str) -> list[list[dict[str, Any]]]:
+    parts = [one.partition(" ") for one in done]
+    return [[{"kind": "operation", "save": 4, "number": 1, "what": what, "where": where} for what, _, where in parts]]
+
+
+@pytest.mark.parametrize(
+    ("done", "expected"),
+    [
+        (("write a", "fsync a", "rename b", "fsync ."), "passed"),
+        (("fsync .", "write a", "write a", "fsync a", "fsync x", "rename b", "fsync .", "fsync ."), "passed"),
+        (("write a", "fsync a", "write a", "rename b", "fsync ."), "failed"),
+        (("write a", "rename b", "fsync a", "fsync ."), "failed"),
+        (("write a", "fsync a", "fsync .", "rename b"), "failed"),
+        (("fsync a", "rename b", "fsync ."), "failed"),
+        (("write a", "fsync a", "rename b", "fsync .", "write a"), "failed"),
+    ],
+)
+def test_operations_in_order(tmp_path: Path, done: tuple[str, ...], expected: str) -> None:
+    found = evidence(leg(tmp_path, events=operations(*done)))
+    order = ["write a", "fsync a", "rename ?", "fsync ."]
+    assert status(found, "operations_in_order", leg="resumed", save=4, order=order)[0] == expected
+
+
+def test_operations_in_order_can_not_judge_a_save_of_which_nothing_was_told(tmp_path: Path) -> None:
+    found = evidence(leg(tmp_path, events=operations("write a", "fsync a")))
+    assert status(found, "operations_in_order", leg="resumed", save=6, order=["write a", "fsync a"])[0] == "error"
+    assert status(found, "operations_in_order", leg="resumed", save=4, order=["write a"])[0] == "error"

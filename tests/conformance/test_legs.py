@@ -90,6 +90,11 @@ def test_all_ranks_are_told_to_end_and_die_of_it(run: Run) -> None:
     assert (ends(record), record.last_steps) == (["SIGTERM", "SIGTERM"], (2, 2))
 
 
+def test_a_launcher_that_is_no_process_can_not_be_told_to_end(run: Run) -> None:
+    record = run(ranks=2, fault={"kind": "terminate", "after_step": 2, "victims": "launcher-0"})
+    assert record.trouble == "HostError: a launcher that is a process of its own needs torchrun"
+
+
 def test_a_fault_that_never_fires_is_reached_by_nobody(run: Run) -> None:
     record = run("ignores-fault", ranks=2, fault={"kind": "kill", "after_step": 2})
     assert record.fault is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.storage.records import CrashStates, PowerCuts, Storage, write_storage
 from reports.assemble import assemble
 from reports.page import render
 from reports.read import read_run
@@ -127,8 +128,23 @@ def test_no_word_of_the_list_is_left_unused() -> None:
         "grad_norm",
     }
     for name in set(load_words()) - dynamic:
-        prefix = name.startswith(("state_", "done_")) or f"'{name}'" in text or f'"{name}"' in text
+        prefix = name.startswith(("state_", "done_", "proof_")) or f"'{name}'" in text or f'"{name}"' in text
         assert prefix, name
+
+
+def test_storage_is_shown_by_scenario_and_model_with_the_peer_beside_it_and_skips_with_their_reason(
+    tmp_path: Path,
+) -> None:
+    folder = whole_run(tmp_path / "run").finish()
+    crash = CrashStates(
+        scenario="next_save", model="posix", crash_points=98, states=10793, distinct=858, loaded=107,
+        violations={"O2": 5, "O3": 0}, baseline=36, baseline_distinct=162,
+    )  # fmt: skip
+    cut = PowerCuts(scenario="all", file_system="ext4", trials=0, violations={}, skipped="mounting needs root")
+    write_storage(folder / "crash", Storage(crash_states=(crash,), power_cuts=(cut,)))
+    text = Page(render(assemble(read_run([folder])))).text
+    assert "next_save posix 98 10793 858 107 5 O2 5 36 / 162" in text
+    assert "all ext4 skipped : mounting needs root" in text
 
 
 def test_paths_of_the_machine_and_secrets_stay_out(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from conformance.record import RecordError
 from reports.assemble import ReportError, assemble
 from reports.document import Report
 from reports.read import read_run
@@ -257,23 +258,45 @@ def test_failing_tests_beside_the_results_refuse_the_run(
 
 
 STORAGE: dict[str, Any] = {
-    "schema": "hyper_resume.storage/1",
+    "schema": "hyper_resume.storage/2",
+    "parts": [{"name": "crash", "status": "run", "seconds": 1.5, "reason": ""}],
     "crash_states": [
-        {"protocol": "sync save", "states": 90, "distinct": 31, "violations": {"durable": 0}, "baseline": 12}
+        {
+            "scenario": "next_save", "model": "posix", "crash_points": 12, "states": 90, "distinct": 31, "loaded": 20,
+            "violations": {"O2": 0}, "baseline": 12, "baseline_distinct": 40,
+        }
     ],
+    "power_cuts": [{"scenario": "next_save", "file_system": "ext4", "trials": 9, "violations": {"O1": 0}}],
     "corruption": [
-        {"kind": "bit flip", "tried": 50, "refused": 50, "fell_back": 0, "loaded_silently": 0, "baseline": 50}
+        {
+            "kind": "bit flip", "tried": 50, "refused": 50, "fell_back": 0, "loaded_silently": 0, "touched_live_state": 0,
+            "baseline": 50,
+        }
     ],
-    "mutants": [{"id": "m1", "title": "no fsync", "killed_by": "test_x"}],
+    "operation_errors": [
+        {
+            "scenario": "save", "error": "EIO", "persistent": True, "runs": 4, "survived": 1,
+            "violations": {"published all the same": 0},
+        }
+    ],
+    "hostile": [{"kind": "pickle", "tried": 7, "refused": 7, "harmless": 0, "violations": {"code run": 0}}],
+    "mutants": [
+        {"id": "m1", "title": "no fsync", "killed_by": "crash"},
+        {"id": "m2", "title": "one fsync of two", "killed_by": None, "explanation": "the other one covers it"},
+    ],
     "benchmarks": [{"name": "save", "unit": "s", "value": 1.5, "samples": 9, "peer": "plain DCP", "baseline": 1.75}],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("crash_states", "violations"), {"durable": 1}),
+        (("crash_states", "violations"), {"O2": 1}),
+        (("power_cuts", "violations"), {"O1": 1}),
         (("corruption", "loaded_silently"), 1),
+        (("corruption", "touched_live_state"), 1),
+        (("operation_errors", "violations"), {"published all the same": 1}),
+        (("hostile", "violations"), {"code run": 1}),
         (("mutants", "killed_by"), None),
     ],
 )
@@ -289,3 +312,20 @@ def test_storage_records_are_shown_and_their_violations_refuse_the_run(
     broken[path[0]][0][path[1]] = value
     (folder / "storage.json").write_text(json.dumps(broken))
     assert report_of(folder).verdict.state == "refused"
+
+
+def test_a_storage_proof_that_broke_off_leaves_the_run_incomplete(tmp_path: Path) -> None:
+    folder = whole_run(tmp_path / "run").finish()
+    (folder / "crash").mkdir()
+    part = {"name": "hostile", "status": "missing", "seconds": 0.0, "reason": "no module named so"}
+    (folder / "crash" / "storage.json").write_text(json.dumps(STORAGE | {"parts": [part]}))
+    verdict = report_of(folder).verdict
+    assert verdict.state == "incomplete"
+    assert "hostile" in verdict.findings[0].text.en
+
+
+def test_storage_records_of_the_first_schema_are_refused_by_name(tmp_path: Path) -> None:
+    folder = whole_run(tmp_path / "run").finish()
+    (folder / "storage.json").write_text(json.dumps(STORAGE | {"schema": "hyper_resume.storage/1"}))
+    with pytest.raises(RecordError, match=r"storage/1.*storage/2.*run the proofs again"):
+        report_of(folder)

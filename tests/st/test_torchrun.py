@@ -54,6 +54,13 @@ def test_a_polite_end_is_proved_of_every_rank_and_ends_the_agent(run: Run) -> No
     assert record.trouble is None
 
 
+def test_an_agent_that_is_told_to_end_passes_that_on_and_the_ends_of_its_ranks_are_known(run: Run) -> None:
+    record = run(fault={"kind": "terminate", "after_step": 2, "victims": "launcher-0"})
+    assert (ends(record), record.last_steps) == (["SIGTERM"] * 4, (2,) * 4)
+    assert agents(record)[0] not in (0, None)
+    assert record.trouble is None
+
+
 def test_a_kill_takes_the_agent_every_rank_and_their_children_along(run: Run) -> None:
     record = run("has-a-child", fault={"kind": "kill", "after_step": 2})
     assert (ends(record), agents(record), record.trouble) == (["SIGKILL"] * 4, ["SIGKILL"], None)

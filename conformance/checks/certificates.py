@@ -1,0 +1,63 @@
+"""Checks on what a trainer says of its own restore, bucket by bucket."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
+from conformance.checks.restoring import Bucket
+from conformance.evidence import Evidence, EvidenceError, LegEvidence
+
+_TITLE = "Restore certificate of "
+_LINE = re.compile(r"\s+(\w+)\s+(exact|degraded|absent)\b(.*)")
+
+
+@CHECKS.register(needs=("events.log",))
+def certifies(
+    evidence: Evidence,
+    *,
+    leg: str,
+    exact: tuple[Bucket, ...] = (),
+    degraded: tuple[Bucket, ...] = (),
+    absent: tuple[Bucket, ...] = (),
+    reasons: tuple[str, ...] = (),
+) -> CheckOutcome:
+    """The certificate that rank 0 prints has these verdicts, one a bucket and the same on all ranks, and no other bucket.
+
+    Args:
+        evidence: of the case.
+        leg: the leg that restored.
+        exact: buckets that came back as they were saved.
+        degraded: buckets that did not.
+        absent: buckets that were not asked for, or that neither side has.
+        reasons: words, each of which stands in some line.
+    """
+    wanted = {
+        bucket: word
+        for word, buckets in (("exact", exact), ("degraded", degraded), ("absent", absent))
+        for bucket in buckets
+    }
+    if not wanted:
+        raise EvidenceError("no bucket is named: it could not have failed")
+    lines = _certificate(evidence.leg(leg))
+    found = [(match.group(1), match.group(2)) for line in lines if (match := _LINE.fullmatch(line))]
+    wrong = [bucket for bucket, word in wanted.items() if [word] != [told for name, told in found if name == bucket]]
+    strange = [bucket for bucket, _ in found if bucket not in wanted]
+    unsaid = [words for words in reasons if not any(words in line for line in lines)]
+    return verdict(
+        not wrong and not strange and not unsaid,
+        expected=f"{_listed(wanted)}; saying {list(reasons)}",
+        observed="; ".join(line.strip() for line in lines) or "no certificate",
+        blames=(wrong or strange or ["policy"])[0],
+    )
+
+
+def _certificate(leg: LegEvidence) -> list[str]:
+    """The lines of the last certificate under its title."""
+    told = [event.data["message"] for event in leg.events("log", 0) if event.data["message"].startswith(_TITLE)]
+    return told[-1].splitlines()[1:] if told else []
+
+
+def _listed(wanted: Mapping[Bucket, str]) -> str:
+    return ", ".join(f"{bucket} {word}" for bucket, word in wanted.items())

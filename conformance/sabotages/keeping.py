@@ -1,0 +1,145 @@
+"""Defects in what is kept and deleted, and in who may write."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+from conformance.sabotage import Saboteur, sabotage
+
+_DCP = "hyper_resume.checkpoint.dcp"
+_STORAGE = f"{_DCP}:DistributedCheckpointer"
+_SAVING = "hyper_resume.checkpoint.saving"
+_RETENTION = "hyper_resume.checkpoint.retention"
+_LOCK = "hyper_resume.checkpoint.lock"
+
+
+@sabotage("retention-never-acts")
+def _retention_never_acts(put: Saboteur) -> None:
+    put.replace(f"{_SAVING}:_clear_outdated", lambda original, *args: None)
+
+
+@sabotage("retention-deletes-the-newest")
+def _retention_deletes_the_newest(put: Saboteur) -> None:
+    """The oldest are kept instead of the newest."""
+
+    def outdated(original: Any, keep: Any, checkpoint_dir: Path, *args: Any) -> Any:
+        from hyper_resume.checkpoint import lineage
+
+        doomed = original(keep, checkpoint_dir, *args)
+        found = sorted(lineage.survey(checkpoint_dir), key=lambda one: one.order, reverse=True)
+        if doomed:
+            put.fired()
+        return found[: len(doomed)]
+
+    put.replace(f"{_RETENTION}:outdated", outdated, fires=False)
+
+
+def _with_retention(put: Saboteur, **changes: Any) -> None:
+    def outdated(original: Any, keep: Any, *args: Any) -> Any:
+        return original(dataclasses.replace(keep, **changes), *args)
+
+    put.replace(f"{_RETENTION}:outdated", outdated)
+
+
+@sabotage("keep-every-ignored")
+def _keep_every_ignored(put: Saboteur) -> None:
+    _with_retention(put, keep_every=None)
+
+
+@sabotage("best-mode-ignored")
+def _best_mode_ignored(put: Saboteur) -> None:
+    _with_retention(put, best_mode="min")
+
+
+@sabotage("keep-one-by-default")
+def _keep_one_by_default(put: Saboteur) -> None:
+    _with_retention(put, keep_last=1)
+
+
+@sabotage("metric-left-out")
+def _metric_left_out(put: Saboteur) -> None:
+    def draft(original: Any, attempt: Any, *, metrics: Any, **options: Any) -> Any:
+        return original(attempt, metrics={}, **options)
+
+    put.replace(f"{_DCP}:draft_manifest", draft)
+
+
+@sabotage("retention-deletes-the-restored")
+def _retention_deletes_the_restored(put: Saboteur) -> None:
+    def outdated(original: Any, keep: Any, checkpoint_dir: Path, protected: Any) -> Any:
+        return original(keep, checkpoint_dir, protected[:1])
+
+    put.replace(f"{_RETENTION}:outdated", outdated)
+
+
+@sabotage("retention-reaches-other-roots")
+def _retention_reaches_other_roots(put: Saboteur) -> None:
+    """The root that a run was restored from is cleared too."""
+
+    def clear(original: Any, keep: Any, checkpoint_dir: Path, protected: Any) -> None:
+        for root in {checkpoint_dir, *(path.parent for path in protected)}:
+            original(keep, root, protected[:1])
+
+    put.replace(f"{_SAVING}:_clear_outdated", clear)
+
+
+@sabotage("retention-deletes-what-is-not-ours")
+def _retention_deletes_what_is_not_ours(put: Saboteur) -> None:
+    def prune(original: Any, checkpoint_dir: Path, doomed: Any) -> Any:
+        for path in checkpoint_dir.glob("global_step_*"):
+            if not (path / "manifest.json").exists():
+                put.fired()
+                shutil.rmtree(path)
+        return original(checkpoint_dir, doomed)
+
+    put.replace(f"{_RETENTION}:prune", prune, fires=False)
+
+
+@sabotage("outdated-deleted-before-the-commit")
+def _outdated_deleted_before_the_commit(put: Saboteur) -> None:
+    def commit(original: Any, attempt: Any, group: Any) -> Any:
+        from hyper_resume import collective
+
+        if collective.rank() == 0:
+            for path in attempt.target.parent.glob("global_step_*"):
+                put.fired()
+                shutil.rmtree(path)
+        return original(attempt, group)
+
+    put.replace(f"{_SAVING}:commit", commit, fires=False)
+
+
+@sabotage("lock-not-taken")
+def _lock_not_taken(put: Saboteur) -> None:
+    put.replace(f"{_LOCK}:acquire", lambda original, checkpoint_dir: None)
+
+
+@sabotage("readers-take-the-lock")
+def _readers_take_the_lock(put: Saboteur) -> None:
+    def find_latest(original: Any, storage: Any, checkpoint_dir: str) -> Any:
+        from hyper_resume.checkpoint import lock
+
+        lock.acquire(Path(checkpoint_dir))
+        return original(storage, checkpoint_dir)
+
+    put.replace(f"{_STORAGE}.find_latest_checkpoint", find_latest)
+
+
+@sabotage("lock-of-the-dead-respected")
+def _lock_of_the_dead_respected(put: Saboteur) -> None:
+    """Whoever finds the file takes the directory for taken."""
+    own: list[Path] = []
+
+    def acquire(original: Any, checkpoint_dir: Path) -> None:
+        from hyper_resume.errors import CheckpointLockedError
+
+        if checkpoint_dir not in own and (checkpoint_dir / ".writer.lock").exists():
+            put.fired()
+            raise CheckpointLockedError("there is a lock file")
+        own.append(checkpoint_dir)
+        original(checkpoint_dir)
+
+    put.replace(f"{_LOCK}:acquire", acquire, fires=False)

@@ -1,0 +1,286 @@
+"""Defects of trust: what is believed unseen when a checkpoint is loaded, and what is said of a restore."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+from conformance.sabotage import Saboteur, sabotage
+
+_DCP = "hyper_resume.checkpoint.dcp"
+_STORAGE = f"{_DCP}:DistributedCheckpointer"
+_LOADING = "hyper_resume.checkpoint.loading"
+_MANIFEST = "hyper_resume.checkpoint.manifest"
+_LINEAGE = "hyper_resume.checkpoint.lineage"
+_LAYOUT = "hyper_resume.checkpoint.layout"
+_SAVING = "hyper_resume.checkpoint.saving"
+_OPERATIONS = "hyper_resume.checkpoint.operations"
+_ROOT = "hyper_resume.checkpoint.root:WritableRoot"
+_FINDINGS = "hyper_resume.trainer.findings"
+_RESTORE = "hyper_resume.trainer.restore"
+_CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
+
+
+# ---- verification ---------------------------------------------------------------------------------------------------
+
+
+@sabotage("digest-not-verified")
+def _digest_not_verified(put: Saboteur) -> None:
+    """Sizes only, whatever is configured."""
+
+    def verify(original: Any, directory: Path, how: str, *args: Any, **options: Any) -> Any:
+        return original(directory, "size", *args, **options)
+
+    put.replace(f"{_LOADING}:verify", verify)
+
+
+@sabotage("sizes-not-verified")
+def _sizes_not_verified(put: Saboteur) -> None:
+    put.replace(f"{_MANIFEST}:_verify_one", lambda original, *args, **options: "")
+
+
+@sabotage("verdict-ignored")
+def _verdict_ignored(put: Saboteur) -> None:
+    """Files are verified, and what is found is dropped."""
+
+    def verify(original: Any, directory: Path, how: str, *args: Any, **options: Any) -> Any:
+        from hyper_resume.checkpoint.manifest import read_manifest
+        from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError
+
+        try:
+            return original(directory, how, *args, **options)
+        except (CheckpointMismatchError, CheckpointNotFoundError):
+            put.fired()
+            return read_manifest(directory)
+
+    put.replace(f"{_LOADING}:verify", verify, fires=False)
+
+
+@sabotage("fallback-without-reason")
+def _fallback_without_reason(put: Saboteur) -> None:
+    put.replace(f"{_DCP}:logger.warning", lambda original, *args: None)
+
+
+@sabotage("manifest-of-any-content")
+def _manifest_of_any_content(put: Saboteur) -> None:
+    """A manifest that can't be read counts as none, and the directory as another tool's."""
+
+    def read_manifest(original: Any, directory: Path) -> Any:
+        from hyper_resume.errors import CheckpointMismatchError
+
+        try:
+            return original(directory)
+        except CheckpointMismatchError:
+            put.fired()
+            return None
+
+    for module in (_LOADING, _LINEAGE, _LAYOUT):
+        put.replace(f"{module}:read_manifest", read_manifest, fires=False)
+
+
+@sabotage("step-of-the-manifest-not-compared")
+def _step_of_the_manifest_not_compared(put: Saboteur) -> None:
+    """Whatever step a manifest is of, it is taken for that of the directory; and so are the files it describes."""
+
+    def read_manifest(original: Any, directory: Path) -> Any:
+        from hyper_resume.checkpoint.layout import parse_step
+
+        manifest, step = original(directory), parse_step(directory.name)
+        if manifest is None or step in (None, manifest.step):
+            return manifest
+        put.fired()
+        return dataclasses.replace(manifest, step=step, files={})
+
+    for module in (_LOADING, _LINEAGE, _LAYOUT):
+        put.replace(f"{module}:read_manifest", read_manifest, fires=False)
+
+
+@sabotage("bucket-digests-not-compared")
+def _bucket_digests_not_compared(put: Saboteur) -> None:
+    put.replace(f"{_LOADING}:compare_digests", lambda original, *args: None)
+
+
+@sabotage("bucket-of-the-wrong-rank")
+def _bucket_of_the_wrong_rank(put: Saboteur) -> None:
+    """The manifest gives each rank the digests of its neighbour's buckets."""
+
+    def draft(original: Any, attempt: Any, *, buckets: Any, **options: Any) -> Any:
+        ranks = sorted(buckets)
+        moved = {rank: buckets[ranks[place - 1]] for place, rank in enumerate(ranks)}
+        return original(attempt, buckets=moved, **options)
+
+    put.replace(f"{_DCP}:draft_manifest", draft)
+
+
+@sabotage("load-not-buffered")
+def _load_not_buffered(put: Saboteur) -> None:
+    """What is read goes straight into the live tensors."""
+
+    def init(original: Any, buffers: Any, *args: Any) -> None:
+        original(buffers, *args)
+        buffers.flat = {name: buffers._live[name] for name in buffers.flat}
+
+    put.replace(f"{_LOADING}:Buffers.__init__", init)
+
+
+@sabotage("unknown-files-not-told")
+def _unknown_files_not_told(put: Saboteur) -> None:
+    put.replace(f"{_LOADING}:unlisted_files", lambda original, *args: [])
+
+
+@sabotage("unknown-entries-not-told")
+def _unknown_entries_not_told(put: Saboteur) -> None:
+    put.replace(f"{_FINDINGS}:check_model", lambda original, *args: [])
+
+
+# ---- what a save leaves ---------------------------------------------------------------------------------------------
+
+
+@sabotage("file-left-out-of-the-manifest")
+def _file_left_out_of_the_manifest(put: Saboteur) -> None:
+    def draft(original: Any, attempt: Any, *, files: Any, **options: Any) -> Any:
+        return original(attempt, files=dict(sorted(files.items())[:-1]), **options)
+
+    put.replace(f"{_DCP}:draft_manifest", draft)
+
+
+@sabotage("manifest-not-written-last")
+def _manifest_not_written_last(put: Saboteur) -> None:
+    held: list[tuple[Path, Any]] = []
+
+    def write_file(original: Any, path: Path, content: Any) -> None:
+        if path.name == ".metadata":
+            held.append((path, content))
+            return
+        original(path, content)
+        while held:
+            put.fired()
+            original(*held.pop())
+
+    put.replace(f"{_OPERATIONS}:write_file", write_file, fires=False)
+
+
+@sabotage("files-not-flushed")
+def _files_not_flushed(put: Saboteur) -> None:
+    put.replace(f"{_OPERATIONS}:OutputFile.sync", lambda original, file: None)
+
+
+@sabotage("earlier-copy-removed-first")
+def _earlier_copy_removed_first(put: Saboteur) -> None:
+    def commit(original: Any, attempt: Any, group: Any) -> Any:
+        from hyper_resume import collective
+
+        if collective.rank() == 0 and attempt.target.exists():
+            put.fired()
+            shutil.rmtree(attempt.target)
+        return original(attempt, group)
+
+    put.replace(f"{_SAVING}:commit", commit, fires=False)
+
+
+@sabotage("step-saved-again-is-skipped")
+def _step_saved_again_is_skipped(put: Saboteur) -> None:
+    def save(original: Any, storage: Any, path: str, *args: Any, **options: Any) -> None:
+        if Path(path).exists():
+            put.fired()
+        else:
+            original(storage, path, *args, **options)
+
+    put.replace(f"{_STORAGE}.save", save, fires=False)
+
+
+@sabotage("failed-save-moves-the-pointer")
+def _failed_save_moves_the_pointer(put: Saboteur) -> None:
+    def fail(original: Any, storage: Any, error: Any, attempt: Any, target: Path) -> None:
+        (target.parent / "latest_checkpoint_iteration.txt").write_text(target.name.rpartition("_")[2])
+        original(storage, error, attempt, target)
+
+    put.replace(f"{_STORAGE}._fail", fail)
+
+
+@sabotage("save-failure-swallowed")
+def _save_failure_swallowed(put: Saboteur) -> None:
+    put.replace(f"{_STORAGE}._fail", lambda original, *args: None)
+
+
+# ---- which save goes on ---------------------------------------------------------------------------------------------
+
+
+@sabotage("highest-step-wins")
+def _highest_step_wins(put: Saboteur) -> None:
+    """LATEST is the highest complete step, whoever saved it; pointer and lineage say nothing."""
+
+    def in_order(original: Any, checkpoint_dir: Path) -> Any:
+        from hyper_resume.checkpoint import layout
+
+        order = original(checkpoint_dir)
+        steps = sorted(layout.step_directories(checkpoint_dir), reverse=True)
+        return dataclasses.replace(order, directories=tuple(path for _, path in steps))
+
+    put.replace(f"{_LINEAGE}:in_order", in_order)
+
+
+@sabotage("lineage-ignored")
+def _lineage_ignored(put: Saboteur) -> None:
+    """Behind the pointer's step the highest one comes next, of whichever branch."""
+
+    def in_order(original: Any, checkpoint_dir: Path) -> Any:
+        from hyper_resume.checkpoint import layout
+
+        order = original(checkpoint_dir)
+        steps = [path for _, path in sorted(layout.step_directories(checkpoint_dir), reverse=True)]
+        first = order.directories[:1]
+        return dataclasses.replace(order, directories=(*first, *(path for path in steps if path not in first)))
+
+    put.replace(f"{_LINEAGE}:in_order", in_order)
+
+
+@sabotage("going-back-not-noted")
+def _going_back_not_noted(put: Saboteur) -> None:
+    """The pointer stays in the abandoned future until the branch's first save."""
+    put.replace(f"{_ROOT}.begin", lambda original, *args: None)
+
+
+# ---- what is said of a restore --------------------------------------------------------------------------------------
+
+
+@sabotage("on-mismatch-ignored")
+def _on_mismatch_ignored(put: Saboteur) -> None:
+    def restore(original: Any, trainer: Any, config: Any, *args: Any) -> Any:
+        return original(trainer, dataclasses.replace(config, on_mismatch="warn"), *args)
+
+    put.replace(f"{_CALLBACK}:restore", restore)
+
+
+@sabotage("another-count-not-found")
+def _another_count_not_found(put: Saboteur) -> None:
+    """That there are more or fewer optimizers is told as ever, and no finding."""
+    put.replace(f"{_FINDINGS}:check_optimizer_count", lambda original, *args: [])
+
+
+@sabotage("certificate-claims-exact")
+def _certificate_claims_exact(put: Saboteur) -> None:
+    def judge(original: Any, **found: Any) -> Any:
+        return original(bucket=found["bucket"], rank=found["rank"])
+
+    put.replace(f"{_RESTORE}:judge", judge)
+
+
+@sabotage("live-state-not-measured")
+def _live_state_not_measured(put: Saboteur) -> None:
+    put.replace(f"{_RESTORE}:live_digests", lambda original, trainer, payload, extra_state, digests: dict(digests))
+
+
+@sabotage("every-restore-is-degraded")
+def _every_restore_is_degraded(put: Saboteur) -> None:
+    """The digests of what lives are taken in another form than those of what was read."""
+    put.replace(
+        f"{_RESTORE}:live_digests", lambda original, *args: {name: f"{text}0" for name, text in original(*args).items()}
+    )
+
+
+@sabotage("certificate-not-printed")
+def _certificate_not_printed(put: Saboteur) -> None:
+    put.replace(f"{_CALLBACK}:CheckpointerCallback._publish", lambda original, *args: None)

@@ -1,0 +1,121 @@
+"""``python -m conformance.storage run | replay | list``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from conformance.storage import parts
+from conformance.storage.records import Corruption, Storage, corruption_violations, write_storage
+
+_SMOKE_SHARE = 0.05
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; 0 when every promise held, 1 when one did not, 2 when the question itself is wrong."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.do(arguments)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m conformance.storage", description="can the storage be trusted?")
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("run", help="make the proofs, print a table, write storage.json")
+    run.add_argument("--smoke", action="store_true", help="a small, fixed part of each proof")
+    run.add_argument("--share", type=float, help=f"of states and operations, by their ids; with --smoke {_SMOKE_SHARE}")
+    run.add_argument("--only", default="", metavar="NAME,...", help="proofs by name or tier (crash or t1, ...)")
+    run.add_argument("--results", type=Path, help="the run's folder; default results/storage-TIME")
+    run.add_argument("--seed", type=int, default=0, help="of what is drawn by chance")
+    run.add_argument("--workers", type=int, default=2, help="processes at a time")
+    run.set_defaults(do=_run)
+    again = commands.add_parser("replay", help="make one case again and judge it again")
+    again.add_argument("id")
+    again.add_argument("--seed", type=int, default=0, help="of a hostile case")
+    again.add_argument("--subject", choices=("library", "stock"), default="library", help="of a crash state")
+    again.set_defaults(do=_replay)
+    commands.add_parser("list", help="the proofs").set_defaults(do=_list)
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    share = arguments.share if arguments.share is not None else _SMOKE_SHARE if arguments.smoke else 1.0
+    if not 0 < share <= 1:
+        raise ValueError("--share: expected more than 0, at most 1")
+    extent = parts.Extent(smoke=arguments.smoke, share=share, seed=arguments.seed, workers=arguments.workers)
+    wanted = [name for name in arguments.only.split(",") if name]
+    found = Storage(facts={"seed": str(extent.seed), "share": str(extent.share), "smoke": str(extent.smoke).lower()})
+    for proof in parts.chosen(wanted):
+        one = parts.prove(proof, extent)
+        found += one
+        print("\n".join([*_table(one), ""]), flush=True)
+    folder = arguments.results or Path("results") / f"storage-{time.strftime('%Y%m%d-%H%M%S')}"
+    complaints = found.complaints()
+    print(f"{write_storage(folder, found)}")
+    for line in complaints:
+        print(f"BROKEN  {line}")
+    print("every promise held" if not complaints else f"{len(complaints)} complaints")
+    return 1 if complaints else 0
+
+
+def _table(one: Storage) -> Iterable[str]:
+    for part in one.parts:
+        yield f"{part.name}: {part.status}, {part.seconds:.1f} s{f': {part.reason}' if part.reason else ''}"
+    for name, value in one.facts.items():
+        yield f"  {name}: {value}"
+    for state in one.crash_states:
+        yield (
+            f"  {state.protocol:32} points {state.crash_points:4} states {state.states:6} distinct {state.distinct:5} "
+            f"loaded {state.loaded:4}  {_verdict(state.violations)}{_beside(state.baseline, state.baseline_distinct)}"
+        )
+    for cut in one.power_cuts:
+        if not cut.skipped:
+            told = f"{_verdict(cut.violations)}{_beside(cut.baseline, cut.baseline_trials)}"
+            yield f"  {cut.scenario:32} trials {cut.trials:6}  {told}"
+    for damage in one.corruption:
+        yield f"  {damage.kind:32} tried {damage.tried:6} refused {damage.refused:6}  {_damage(damage)}"
+    for error in one.operation_errors:
+        form = "for good" if error.persistent else "once"
+        yield f"  {error.scenario:24} {error.error:14} {form:8} runs {error.runs:4}  {_verdict(error.violations)}"
+    for hostile in one.hostile:
+        yield f"  {hostile.kind:32} tried {hostile.tried:6} refused {hostile.refused:6}  {_verdict(hostile.violations)}"
+    for mutant in one.mutants:
+        yield f"  {mutant.id:32} {mutant.killed_by or f'ALIVE: {mutant.explanation}'}"
+
+
+def _damage(damage: Corruption) -> str:
+    return f"{_verdict(corruption_violations(damage))}{_beside(damage.baseline, damage.baseline_tried)}"
+
+
+def _verdict(violations: Mapping[str, int]) -> str:
+    bad = [f"{name} {count}" for name, count in violations.items() if count]
+    return "ok" if not bad else f"BROKEN {', '.join(bad)}"
+
+
+def _beside(baseline: int | None, of: int | None) -> str:
+    return "" if baseline is None else f"   (stock DCP: {baseline} of {of})"
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from conformance.storage import replaying
+
+    told, is_good = replaying.replay(arguments.id, seed=arguments.seed, subject=arguments.subject)
+    print(told)
+    return 0 if is_good else 1
+
+
+def _list(_: argparse.Namespace) -> int:
+    for proof in parts.PROOFS:
+        print(f"{proof.tier}  {proof.name:18} {proof.title}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

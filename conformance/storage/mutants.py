@@ -1,0 +1,289 @@
+"""T7, the test of the tests: the code that keeps the promises is broken in one place at a time, and T1, T2 or T3 must notice.
+
+Each change of :mod:`conformance.storage.mutant_table` is put into a forked process while that imports the library. Quick
+versions of the proofs then look at it, the likeliest first, until one notices something that it does not notice of the library
+as it is (every proof is run on that too: the control). A change that nothing notices has survived; where the table says why it
+is no loss, that is told.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.storage import mutating
+from conformance.storage.forked_ranks import Workers, run_alone, scratch
+from conformance.storage.mutant_table import MUTANTS, Entry
+from conformance.storage.records import Mutant
+
+TIER = "mutant"
+# A mutant that hangs is noticed by that.
+_PROBE_SECONDS = 900.0
+# Of the table, for a smoke run.
+_SMOKE_EVERY = 8
+# So often a notice may turn out to be one of the library as it is, too.
+_MOST_DOUBTS = 8
+_PRELOAD = ("hyper_resume.collective", "hyper_resume.config", "hyper_resume.digest", "hyper_resume.errors")
+
+Notices = Iterator[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What one probe said of one mutant (id "": the library as it is)."""
+
+    mutant: str
+    probe: str
+    noticed: tuple[str, ...]
+
+
+# ---- the probes ---------------------------------------------------------------------------------------------------------
+
+
+def _crash(scenario: str) -> Notices:
+    """Some of the crash states of one scenario."""
+    from conformance.storage import enumeration
+
+    options = enumeration.Options(share=0.03, load_anew_every=0, aftermath_every=60, most_aftermaths=3)
+    found = enumeration.examine(enumeration.Job(subject="library", scenario=scenario, options=options))
+    if found.error:
+        yield f"nothing to judge: {found.error.splitlines()[0][:200]}"
+    for record in found.records:
+        yield from (oracle for oracle, count in record.violations.items() if count)
+
+
+def _corruption(layout: str) -> Notices:
+    """Some flips of every file, and one damage of each kind to each file."""
+    from conformance.storage import corruption, damage, damage_judge
+
+    assert layout in ("per_rank", "embedded")
+    with tempfile.TemporaryDirectory(prefix="mutant-", dir=scratch()) as place:
+        try:
+            damage_judge.build(Path(place), layout)  # type: ignore[arg-type]  # looked at
+            damage_judge.check_undamaged(Path(place), layout)  # type: ignore[arg-type]
+        except damage_judge.NothingToDamage as error:
+            yield f"nothing to damage: {str(error)[:200]}"
+            return
+        material = damage_judge.material(Path(place), layout)  # type: ignore[arg-type]
+        choose = random.Random(0)
+        flips = list(damage.flips(material, 0))
+        for file in material.newest:
+            of_file = [one for one in flips if one.file == file]
+            few = choose.sample(of_file, 4) + damage.truncations(material, 0, 2 * len(material.newest))[:1]
+            yield from _of_verdicts(corruption.examine(Path(place), layout, few, "load", ask_stock=False))  # type: ignore[arg-type]
+        many = choose.sample(flips, 600)
+        yield from _of_verdicts(corruption.examine(Path(place), layout, many, "digest", ask_stock=False))  # type: ignore[arg-type]
+        others = [one for one in damage.others(material) if one.kind != "zeroed sector"]
+        others += damage.truncations(material, 0, 20)
+        for start in range(0, len(others), 25):
+            part = others[start : start + 25]
+            yield from _of_verdicts(corruption.examine(Path(place), layout, part, "load", ask_stock=False))  # type: ignore[arg-type]
+
+
+def _of_verdicts(verdicts: Sequence[Any]) -> Notices:
+    from conformance.storage.corruption import row_of
+
+    for verdict in verdicts:
+        yield from (f"{row_of(verdict)}: {name}" for name in verdict.violations)
+
+
+# (rank, error, every which N) that is tried of each scenario of T3.
+_FEW_ERRORS = ((0, "short write", 3), (0, "short read", 3), (0, "EIO", 3), (1, "EIO", 3), (1, "short write", 1))
+
+
+def _errors(scenario: str) -> Notices:
+    """Failing operations of one scenario (``SCENARIO/OPERATION``: of that kind); each notice ends in the id of its run."""
+    from conformance.storage import error_runs
+    from conformance.storage import operation_errors as errors
+
+    scenario, _, only = scenario.partition("/")
+    few = ((0, "EIO", 1),) if only else _FEW_ERRORS
+    with tempfile.TemporaryDirectory(prefix="mutant-", dir=scratch()) as place:
+        try:
+            template = errors.build(Path(place), next(one for one in error_runs.SCENARIOS if one.name == scenario))
+        except errors.NothingToDo as error:
+            yield f"nothing to do: {str(error)[:200]}"
+            return
+        for rank, error_name, stride in few:
+            for first in range(1, stride + 1):
+                case = error_runs.Case(
+                    scenario=scenario,
+                    rank=rank,
+                    error=error_name,
+                    persistent=False,
+                    stride=stride,
+                    first=first,
+                    only=only,
+                )
+                for part in errors.examine_in_parts(template, case, most_hangs=1, runs_of_a_pair=12):
+                    yield from (f"{name} [{verdict.id}]" for verdict in part for name in verdict.violations)
+
+
+def _one_error(case_id: str) -> Notices:
+    """One run of those."""
+    from conformance.storage import operation_errors as errors
+
+    verdict = errors.examine_id(case_id)
+    yield from (f"{name} [{verdict.id}]" for name in verdict.violations)
+
+
+PROBES: Mapping[str, tuple[Callable[[str], Notices], str]] = {
+    **{
+        f"crash/{name}": (_crash, name)
+        for name in ("first_save", "next_save", "resave", "resave_two_renames", "retention", "lineage")
+    },
+    "corruption/per_rank": (_corruption, "per_rank"),
+    "corruption/embedded": (_corruption, "embedded"),
+    **{
+        f"errors/{name}": (_errors, name)
+        for name in (
+            "next save",
+            "first save",
+            "same step again",
+            "background save",
+            "save under another name",
+            "run after a crash",
+            "next save/sync",
+            "next save/sync_directory",
+            "next save/rename",
+            "next save/remove",
+            "next save/write",
+            "load",
+        )
+    },
+}
+
+
+# ---- one mutant ---------------------------------------------------------------------------------------------------------
+
+
+def _look(entry: Entry | None, probe: str, known: Sequence[str]) -> Look:
+    """In a process of its own: put the change in, and let one probe look until it notices what is not ``known``."""
+    function, argument = PROBES.get(probe, (_one_error, probe))
+
+    def life() -> tuple[str, ...]:
+        try:
+            mutating.install(None if entry is None else entry.change)
+        except mutating.MutationError:
+            raise
+        except Exception as error:  # noqa: BLE001  a library that can't even be imported is noticed by everybody
+            return (f"it can't be imported ({type(error).__name__})",)
+        found: list[str] = []
+        for notice in function(argument):
+            if notice not in found:
+                found.append(notice)
+            if entry is not None and notice not in known:
+                break
+        return tuple(found)
+
+    end = run_alone(life, limit_seconds=_PROBE_SECONDS)
+    name = "" if entry is None else entry.id
+    if end.how == "returned":
+        return Look(mutant=name, probe=probe, noticed=end.value)
+    if end.error == "MutationError":
+        raise mutating.MutationError(end.message)
+    if entry is None:
+        raise RuntimeError(f"the control of {probe}: {end.told}\n{end.trace}")
+    return Look(mutant=name, probe=probe, noticed=(end.told[:300],))
+
+
+def examine(entry: Entry, control: Mapping[str, Sequence[str]]) -> Mutant:
+    """Let the probes look at one mutant, the likeliest first, until one notices.
+
+    Args:
+        entry: the mutant.
+        control: probe -> what it notices of the library as it is. Where a probe has none, what it notices of the mutant is
+            tried on the library as it is.
+    """
+    for probe in _in_turn(entry):
+        notice = _new_notice(entry, probe, control)
+        if notice:
+            return Mutant(id=entry.id, title=entry.title, killed_by=f"{probe}: {notice}", explanation=None)
+    return Mutant(id=entry.id, title=entry.title, killed_by=None, explanation=entry.explanation or None)
+
+
+def _in_turn(entry: Entry) -> list[str]:
+    """The entry's own probes, and then all others; what is known to be no loss is looked at only where it would be one."""
+    others = [probe for probe in PROBES if probe not in entry.probes and probe.count("/") == 1]
+    return [*entry.probes, *([] if entry.explanation else others)]
+
+
+def _new_notice(entry: Entry, probe: str, control: Mapping[str, Sequence[str]]) -> str:
+    """What the probe notices of the mutant, and not of the library as it is; "" for nothing."""
+    known = list(control.get(probe, ()))
+    for _ in range(_MOST_DOUBTS):
+        new = [notice for notice in _look(entry, probe, known).noticed if notice not in known]
+        if not new:
+            return ""
+        case_id = new[0].rpartition(" [")[2].removesuffix("]")
+        if (
+            probe in control
+            or not case_id.startswith("operation-errors:")
+            or new[0] not in _look(None, case_id, ()).noticed
+        ):
+            return new[0]
+        known.append(new[0])
+    return ""
+
+
+def problems(entries: Sequence[Entry] = MUTANTS) -> list[str]:
+    """Which changes don't fit the code any more, and which ids stand twice; an empty list is right."""
+    found = []
+    for entry in entries:
+        try:
+            mutating.check(entry.change)
+        except mutating.MutationError as error:
+            found.append(f"{entry.id}: {error}")
+        found += [f"{entry.id}: no probe {probe}" for probe in entry.probes if probe not in PROBES]
+    ids = [entry.id for entry in entries]
+    return found + [f"{name}: stands twice" for name in sorted({name for name in ids if ids.count(name) > 1})]
+
+
+def run(*, entries: Sequence[Entry] = MUTANTS, smoke: bool = False, workers: int = 2) -> tuple[Mutant, ...]:
+    """Judge every mutant; with ``smoke`` every eighth.
+
+    Raises:
+        MutationError: the table does not fit the code (see :func:`problems`).
+        WorkerError: harness trouble.
+    """
+    wrong = problems(entries)
+    if wrong:
+        raise mutating.MutationError("; ".join(wrong))
+    chosen = entries[::_SMOKE_EVERY] if smoke else entries
+    # A run of T3 that notices something is tried on the library as it is; the others are so many that all are tried before.
+    controlled = [probe for probe, (function, _) in PROBES.items() if function is not _errors]
+    if smoke:
+        controlled = [probe for probe in controlled if any(probe in entry.probes for entry in chosen)]
+    with Workers(workers, preload=_PRELOAD) as pool:
+        looks: list[Look] = pool.map(_control, controlled)
+        control = {look.probe: look.noticed for look in looks}
+        return tuple(pool.map(_examine, [(entry, control) for entry in chosen]))
+
+
+def _control(probe: str) -> Look:
+    return _look(None, probe, ())
+
+
+def _examine(job: tuple[Entry, Mapping[str, Sequence[str]]]) -> Mutant:
+    return examine(*job)
+
+
+def replay(case_id: str) -> Mutant:
+    """Judge one mutant again, by ``mutant:ID``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    chosen = [entry for entry in MUTANTS if f"{TIER}:{entry.id}" == case_id]
+    if not chosen:
+        raise ValueError(f"no such mutant: {case_id}")
+    return run(entries=chosen, workers=2)[0]
+
+
+def score(found: Sequence[Mutant]) -> float:
+    """The share that was noticed, 0 to 1."""
+    return sum(one.killed_by is not None for one in found) / len(found) if found else 0.0
