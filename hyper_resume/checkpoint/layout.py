@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hyper_resume.checkpoint import operations
 from hyper_resume.checkpoint.manifest import METADATA_NAME, Manifest, read_manifest, verify_files
-from hyper_resume.errors import CheckpointMismatchError
+from hyper_resume.errors import CheckpointMismatchError, CheckpointSaveError, describe
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,13 @@ def why_incomplete(directory: Path) -> str:
         found = read_manifest(directory)
     except CheckpointMismatchError as error:
         return f"can't be trusted: {error}"
-    if found is not None:
-        missing = verify_files(directory, found, sorted(found.files), digests=False)
+    return what_is_missing(directory, found)
+
+
+def what_is_missing(directory: Path, manifest: Manifest | None) -> str:
+    """As :func:`why_incomplete`, for a directory whose manifest was read already (None: it has none)."""
+    if manifest is not None:
+        missing = verify_files(directory, manifest, sorted(manifest.files), digests=False)
         return f"is incomplete: {'; '.join(missing[:3])}" if missing else ""
     marker = directory / METADATA_NAME
     return "" if marker.is_file() and marker.stat().st_size > 0 else "is incomplete (no usable .metadata)"
@@ -136,6 +141,11 @@ def sweep(checkpoint_dir: Path) -> None:
             logger.warning("putting %s back: the save that was to replace it did not finish", target)
             operations.current().rename(leftover, target)
             operations.current().sync_directory(checkpoint_dir)
+        elif leftover.name.endswith(_REPLACED_SUFFIX) and not target.exists():
+            # All that there is of that step: not ours to delete, and a read that failed once may work the next time.
+            logger.warning(
+                "leaving %s, which should be put back but %s", leftover, why_incomplete(leftover) or "was not read"
+            )
         else:
             logger.warning("removing %s, left by a save that did not finish", leftover)
             remove(leftover)
@@ -180,6 +190,7 @@ def commit(staging: Path, target: Path) -> Path | None:
 
     Raises:
         OSError: it was not committed.
+        CheckpointSaveError: it was, not durably, and that could not be undone.
     """
     disk = operations.current()
     for directory in (*sorted(entry for entry in staging.rglob("*") if entry.is_dir()), staging):
@@ -199,11 +210,25 @@ def commit(staging: Path, target: Path) -> Path | None:
             raise
     try:
         disk.sync_directory(target.parent)
-    except OSError:
-        _take_back(staging, target, aside)
+    except OSError as error:
+        try:
+            _take_back(staging, target, aside)
+        except OSError:
+            raise _of_unknown_durability(target, error) from error
         raise
     _in_progress.discard(staging.absolute())
     return aside
+
+
+def _of_unknown_durability(target: Path, error: OSError) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        describe(
+            "the checkpoint is complete, but whether it survives a power cut is not known, and it could not be taken back",
+            where=str(target),
+            found=f"{type(error).__name__}: {error}",
+            do="mend the file system; the pointer was not moved to it",
+        )
+    )
 
 
 def _take_back(staging: Path, target: Path, aside: Path | None) -> None:

@@ -55,7 +55,7 @@ def _candidate(step: int, path: Path) -> Candidate:
         return Candidate(
             step=step, path=path, manifest=None, complaint=f"has the manifest of global_step {manifest.step}"
         )
-    return Candidate(step=step, path=path, manifest=manifest, complaint=layout.why_incomplete(path))
+    return Candidate(step=step, path=path, manifest=manifest, complaint=layout.what_is_missing(path, manifest))
 
 
 @dataclass(frozen=True, kw_only=True)

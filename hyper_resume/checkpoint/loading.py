@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hyper_resume import collective, digest
-from hyper_resume.checkpoint import layout, operations
+from hyper_resume.checkpoint import layout, operations, safe_load
 from hyper_resume.checkpoint.filesystem import read_metadata_file
 from hyper_resume.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -67,7 +67,7 @@ def verify(
     """
     manifest = collective.on_rank_zero(lambda: _read_manifest(directory), group)
     if manifest is None:
-        collective.on_rank_zero(lambda: refuse_lost_manifest(directory), group)
+        collective.on_rank_zero(lambda: _check_without_manifest(directory), group)
         return None
     rank, world_size = collective.rank(), collective.world_size()
     own = [
@@ -92,7 +92,32 @@ def verify(
                 "checkpoint.restore_train_state=false needs no extra_state",
             )
         )
+    if "weights" in parts:
+        collective.on_rank_zero(lambda: _check_description(directory, manifest), group)
     return manifest
+
+
+def _check_without_manifest(directory: Path) -> None:
+    if not layout.why_incomplete(directory):
+        refuse_lost_manifest(directory)
+        safe_load.check_extents(directory, read_metadata_file(directory))
+
+
+def _check_description(directory: Path, manifest: Manifest) -> None:
+    """``.metadata`` must read, and name only files that were verified: others would be read without a digest."""
+    metadata = read_metadata_file(directory)
+    others = {place.relative_path for place in (metadata.storage_data or {}).values()} - set(manifest.files)
+    if others:
+        raise CheckpointMismatchError(
+            describe(
+                "the checkpoint's metadata names files that its manifest does not know",
+                where=str(directory),
+                expected="files of the manifest only",
+                found=", ".join(sorted(others)[:3]),
+                do="resume from another checkpoint",
+            )
+        )
+    safe_load.check_extents(directory, metadata)
 
 
 def _part_of(name: str) -> Part:

@@ -38,22 +38,22 @@ class Retention:
 def outdated(retention: Retention, checkpoint_dir: Path, protected: Collection[Path] = ()) -> list[Candidate]:
     """Return what retention does not keep, oldest first. Looks only.
 
-    Only real directories that carry this library's manifest count, so nothing that another tool put there is deleted. The
-    newest complete save, what the pointer names and ``protected`` always stay.
+    Only real directories that are complete by this library's manifest count. What another tool put there stays, and what
+    can't be read now too: it may be readable the next time. The newest complete save, what the pointer names and ``protected``
+    always stay.
     """
     if retention.keeps_all:
         return []
     found = lineage.survey(checkpoint_dir)
     # A copy that somebody made under another step's name was made to be kept.
-    ours = [one for one in found if one.manifest and one.manifest.step == one.step and _is_at_home(one.path)]
-    ours.sort(key=lambda one: one.order)
-    whole = [one for one in ours if not one.complaint]
+    whole = [one for one in found if one.manifest and not one.complaint and _is_at_home(one.path)]
+    whole.sort(key=lambda one: one.order)
     pointed, _ = layout.read_pointer(checkpoint_dir)
     kept = {path.absolute() for path in protected}
     kept |= {one.path.absolute() for one in whole[-max(1, retention.keep_last or 0) :]}
     kept |= {one.path.absolute() for one in whole if retention.keep_every and one.step % retention.keep_every == 0}
     kept |= {one.path.absolute() for one in _best(retention, whole)}
-    return [one for one in ours if one.path.absolute() not in kept and one.step != pointed]
+    return [one for one in whole if one.path.absolute() not in kept and one.step != pointed]
 
 
 def _is_at_home(path: Path) -> bool:

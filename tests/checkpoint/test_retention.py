@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
-from hyper_resume.checkpoint import DistributedCheckpointer, operations, retention
+from hyper_resume.checkpoint import DistributedCheckpointer, layout, operations, retention
 from hyper_resume.checkpoint.operations import FileOperations
 from hyper_resume.checkpoint.retention import Retention
 from tests.checkpoint.directories import latest, listing, make_step
@@ -97,13 +99,34 @@ def test_a_checkpoint_of_another_root_is_never_touched(tmp_path: Path) -> None:
     assert listing(tmp_path / "pretrained") == before
 
 
-def test_the_newest_whole_one_stays_when_newer_ones_are_damaged(tmp_path: Path) -> None:
-    run(tmp_path, plain(1, 2, 3))
-    for step in (2, 3):
+def test_what_is_damaged_stays_and_takes_the_place_of_no_whole_one(tmp_path: Path) -> None:
+    run(tmp_path, plain(1, 2, 3, 4))
+    for step in (3, 4):
         (tmp_path / f"global_step_{step}" / "__0_0.distcp").write_bytes(b"")
-    assert [one.step for one in retention.outdated(Retention(keep_last=1), tmp_path)] == [2], (
-        "1 is the newest whole one, 3 is what the pointer names"
-    )
+    # 2 is the newest whole one. A read that fails now may work the next time, so 3 is nobody's to delete.
+    assert [one.step for one in retention.outdated(Retention(keep_last=1), tmp_path)] == [1]
+
+
+class _FailsOnce(operations.FileOperations):
+    """The first read of one file fails."""
+
+    def __init__(self, path: Path) -> None:
+        self._path: Path | None = path
+
+    def open_read(self, path: Path) -> BinaryIO:
+        if path == self._path:
+            self._path = None
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return super().open_read(path)
+
+
+@pytest.mark.parametrize("unreadable", [1, 2, 3])
+def test_a_manifest_that_can_not_be_read_for_once_costs_no_checkpoint(tmp_path: Path, unreadable: int) -> None:
+    run(tmp_path, plain(1, 2, 3))
+    with operations.use(_FailsOnce(tmp_path / f"global_step_{unreadable}" / "manifest.json")):
+        doomed = {one.step for one in retention.outdated(Retention(keep_last=2), tmp_path)}
+    assert doomed <= {1}
+    assert unreadable not in doomed
 
 
 def test_what_is_not_this_librarys_own_step_directory_is_never_deleted(tmp_path: Path) -> None:
@@ -228,3 +251,15 @@ def _runs(folder: str) -> list[int]:
 
 def test_rank_zero_deletes_and_all_ranks_go_on_when_it_has(tmp_path: Path) -> None:
     assert run_ranks(_runs, 2, str(tmp_path)) == [[2, 3], [2, 3]]
+
+
+def test_a_copy_that_stepped_aside_and_can_not_be_read_for_once_is_put_back_the_next_time(tmp_path: Path) -> None:
+    save(tmp_path, 2, 2.0)
+    aside = tmp_path / ".staging" / "global_step_2.0123456789ab.replaced"
+    (tmp_path / "global_step_2").rename(aside)
+    with operations.use(_FailsOnce(aside / "manifest.json")):
+        layout.sweep(tmp_path)
+    assert aside.is_dir()
+    layout.sweep(tmp_path)
+    assert value_of(tmp_path / "global_step_2") == 2.0
+    assert not aside.exists()
