@@ -144,10 +144,6 @@ _ORDER = (
         "        _take_back(staging, target, aside)\n", "        pass\n", "errors/next save/sync_directory",
     ),
     _entry(
-        "put-back-dropped", "what had stepped aside for a dead save is swept away", "layout:sweep",
-        "leftover.name.endswith(_REPLACED_SUFFIX) and", "False and", "errors/run after a crash",
-    ),
-    _entry(
         "deleted-in-place", "retention deletes under the final name", "retention:prune",
         "operations.current().rename(one.path, aside)", "operations.remove_tree(one.path)", "errors/next save/remove",
     ),
@@ -269,7 +265,7 @@ _ERRORS = (
     ),
     _entry(
         "lineage-ignored", "LATEST goes to the highest ordinal, abandoned or not", "lineage:_not_of_lineage",
-        "    if one.manifest is None or one is head:\n", "    if True:\n", "crash/lineage",
+        "    if one.manifest is None or one is head:\n", "    if True:\n", "lineage/going back",
     ),
     _entry(
         "going-back-untold", "a run that goes back leaves the pointer at the future that it left",

@@ -131,11 +131,38 @@ def _one_error(case_id: str) -> Notices:
     yield from (f"{name} [{verdict.id}]" for name in verdict.violations)
 
 
+def _going_back(_: str) -> Notices:
+    """A run that went back from step 30 to 10 and saved 25, whose newest step is then damaged: LATEST means 10 again."""
+    import torch
+
+    from hyper_resume.checkpoint import DistributedCheckpointer
+
+    with tempfile.TemporaryDirectory(prefix="mutant-", dir=scratch()) as place:
+        root = Path(place)
+
+        def save(checkpointer: DistributedCheckpointer, step: int) -> None:
+            state = {"model": {"w": torch.full((3,), float(step))}}
+            checkpointer.save(str(root / f"global_step_{step}"), state, global_step=step)
+
+        first, again = DistributedCheckpointer(), DistributedCheckpointer()
+        for step in (10, 20, 30):
+            save(first, step)
+        again.begin_run(str(root), restored_from=str(root / "global_step_10"))
+        save(again, 25)
+        for step, damaged in ((25, None), (10, 25)):
+            if damaged is not None:
+                (root / f"global_step_{damaged}" / "__0_0.distcp").write_bytes(b"")
+            found = DistributedCheckpointer().find_latest_checkpoint(str(root))
+            if found != str(root / f"global_step_{step}"):
+                yield f"LATEST is {Path(found or 'nothing').name}, not global_step_{step}"
+
+
 PROBES: Mapping[str, tuple[Callable[[str], Notices], str]] = {
     **{
         f"crash/{name}": (_crash, name)
         for name in ("first_save", "next_save", "resave", "resave_two_renames", "retention", "lineage")
     },
+    "lineage/going back": (_going_back, ""),
     "corruption/per_rank": (_corruption, "per_rank"),
     "corruption/embedded": (_corruption, "embedded"),
     **{

@@ -15,7 +15,7 @@ from conformance.storage.records import CrashStates, Part, PowerCuts, Storage
 
 HOSTILE_CASES, HOSTILE_CASES_SMOKE = 10_000, 1_000
 # The smoke of the mutants: one of so many.
-SMOKE_MUTANT_EVERY = 8
+SMOKE_MUTANT_EVERY = 25
 
 
 @dataclass(frozen=True, kw_only=True)

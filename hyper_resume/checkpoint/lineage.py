@@ -7,11 +7,11 @@ two apart, so every manifest names the saves that it descends from, and an ordin
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hyper_resume.checkpoint import layout
-from hyper_resume.checkpoint.manifest import MANIFEST_NAME, MOST_ANCESTORS, Manifest, read_manifest
+from hyper_resume.checkpoint import layout, operations, safe_load
+from hyper_resume.checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, MOST_ANCESTORS, Manifest, read_manifest
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def _candidate(step: int, path: Path) -> Candidate:
     if manifest is not None and manifest.step != step:
         # Another step's: nothing that it says holds here, its ancestors neither.
         return Candidate(
-            step=step, path=path, manifest=None, complaint=f"has the manifest of global_step {manifest.step}"
+            step=step, path=path, manifest=None, complaint=f"has a {MANIFEST_NAME} of global_step {manifest.step}"
         )
     return Candidate(step=step, path=path, manifest=manifest, complaint=layout.what_is_missing(path, manifest))
 
@@ -80,6 +80,11 @@ def in_order(checkpoint_dir: Path) -> Order:
     pointed, complaint = layout.read_pointer(checkpoint_dir)
     found = survey(checkpoint_dir)
     head = next((one for one in found if one.step == pointed), None)
+    if head is not None and not _is_its_own(head):
+        # What another save descends from says nothing of this one.
+        found.remove(head)
+        head = replace(head, manifest=None, complaint=f"has a {MANIFEST_NAME} of another save")
+        found.append(head)
     if pointed is not None and (head is None or head.complaint):
         pointer, name = checkpoint_dir / layout.POINTER_NAME, layout.step_directory_name(pointed)
         complaint = f"pointer {pointer} names {name}, which {head.complaint if head else 'does not exist'}"
@@ -103,6 +108,17 @@ def in_order(checkpoint_dir: Path) -> Order:
         complaints=tuple(complaints),
         was_published=pointed is not None or bool(complaint) or any(one.was_committed for one in found),
     )
+
+
+def _is_its_own(one: Candidate) -> bool:
+    """False for a manifest that came from another attempt at the step: ``.metadata`` tells which save it is of."""
+    if one.manifest is None:
+        return True
+    try:
+        content = operations.read_bytes(one.path / METADATA_NAME, safe_load.MOST_METADATA_BYTES)
+    except OSError:
+        return True
+    return one.manifest.attempt.encode() in content
 
 
 def _refuse_file(checkpoint_dir: Path) -> None:
