@@ -10,9 +10,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from hyper_resume.errors import ConfigError, HyperResumeError, PreemptedError
 from hyper_resume.storage_commands import add_commands
+
+if TYPE_CHECKING:
+    from hyper_resume.trainer.text_trainer import TextTrainer
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -91,8 +96,10 @@ def train(config_path: str, overrides: Sequence[str]) -> None:
     from hyper_resume.trainer.text_trainer import TextTrainer
 
     init_process_group(resolve_device(config.accelerator.device), config.accelerator.timeout_seconds)
+    trainer = TextTrainer(config)
+    _outlast_signals(trainer, config.checkpoint.preemption_signals)
     try:
-        TextTrainer(config).train()
+        trainer.train()
     except HyperResumeError as error:
         if isinstance(error, PreemptedError) and threading.current_thread() is threading.main_thread():
             # The process leaves by itself. A launcher that sees one rank gone signals the others, and asks them twice: without
@@ -104,6 +111,25 @@ def train(config_path: str, overrides: Sequence[str]) -> None:
         destroy_process_group()
         raise
     destroy_process_group()
+
+
+def _outlast_signals(trainer: TextTrainer, names: Sequence[str]) -> None:
+    """Let a signal do what it does by default, but to a training that is leaving because of one already.
+
+    The training puts back, on its way out, what handled its signals before; whatever was the default there would then take the
+    exit code from a rank that has saved, if its launcher asked twice.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not trainer.base.is_leaving:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for name in names:
+        if signal.getsignal(signal.Signals[name]) is signal.SIG_DFL:
+            signal.signal(signal.Signals[name], handle)
 
 
 def _inspect(step_dir: str, *, as_json: bool) -> None:

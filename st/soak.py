@@ -141,10 +141,8 @@ def draw(kills: int, seed: int, steps_per_epoch: int, operations: Sequence[int])
             rank = dice.randrange(len(operations))
             fault = replace(fault, rank=rank, operation=dice.randint(1, operations[rank]))
         elif moment in ("after_step", "before_save") and dice.random() < 0.3:
-            if dice.random() < 0.5:
-                fault = replace(fault, victims=f"rank-{dice.randrange(len(operations))}")
-            else:
-                fault = replace(fault, kind="terminate")
+            # SIGTERM is a request, which is answered by a save (scenarios S5); a kill is one that can't be answered.
+            fault = replace(fault, victims=f"rank-{dice.randrange(len(operations))}")
         drawn.append(Kill(number=number, fault=fault))
     return tuple(drawn)
 

@@ -15,6 +15,8 @@ BUILTINS: dict[type[Exception], type[Exception]] = {
     errors.CheckpointMismatchError: RuntimeError,
     errors.CheckpointSaveError: RuntimeError,
     errors.StateNotPlainError: TypeError,
+    errors.CheckpointLockedError: RuntimeError,
+    errors.PreemptedError: RuntimeError,
     errors.ReplicaMismatchError: RuntimeError,
     errors.TrainingIncompleteError: RuntimeError,
     errors.UnsupportedError: RuntimeError,

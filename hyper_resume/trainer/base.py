@@ -82,6 +82,8 @@ class BaseTrainer:
         self.train_steps = planned_steps(config, train_dataloader)
         self.start_epoch = 0
         self.start_step = 0
+        # Set once training was preempted, before anything is taken down.
+        self.is_leaving = False
         self._exhausted = False
         self.callbacks: list[Callback] = []
         self._init_callbacks(callbacks)

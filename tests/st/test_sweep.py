@@ -25,17 +25,17 @@ def sweep(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_the_last_changes_of_a_save_are_the_commit_and_the_pointer_and_a_kill_before_them_keeps_the_old_step(
     tmp_path: Path,
 ) -> None:
-    # The 31st change of rank 0 is the rename that makes the step directory visible.
+    # The 32nd change of rank 0 is the rename that makes the step directory visible.
     # Both modes train the same reference.
-    done = sweep(tmp_path / "run", "--mode", "sync", "--mode", "again", "--point", "0:31")
+    done = sweep(tmp_path / "run", "--mode", "sync", "--mode", "again", "--point", "0:32")
     assert done.returncode == 0, done.stdout + done.stderr
     points, _ = re.findall(r"1 of (\d+) points tried, 0 red", done.stdout)
     # Each of four ranks makes, writes and syncs its file of training state and its shards.
     assert int(points) > 4 * 6, done.stdout
     kill, again = read_results(tmp_path / "run").of(KillRecord)
     assert (kill.what, kill.resumed_at, kill.lost_steps) == ("rename global_step_6", 3, 3)
-    # There step 6 had been saved before, and the pointer names it all the time.
-    assert (again.mode, again.resumed_at, again.lost_steps) == ("again", 6, 0)
+    # There step 6 had been saved before; but the run went back to 3, and LATEST means 3 until it has saved.
+    assert (again.mode, again.resumed_at, again.lost_steps) == ("again", 3, 3)
 
 
 def test_a_pointer_that_moves_before_the_commit_turns_the_sweep_red(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hyper_resume.config import RunConfig, TrajectoryConfig
 from hyper_resume.errors import CheckpointMismatchError
 from hyper_resume.state.certificate import BUCKETS, Certificate, read_certificate
 from hyper_resume.trainer.callbacks import CheckpointerCallback
+from tests.checkpoint.directories import forget_manifest
 from tests.ranks import run_ranks
 from tests.trainer.duck import make_duck, train_duck
 from tests.trainer.parts import run_config, seed_streams, train
@@ -142,7 +143,7 @@ def test_with_error_a_restore_that_was_not_exact_is_refused(tmp_path: Path) -> N
 
 def test_a_checkpoint_without_manifest_is_certified_by_what_was_read(tmp_path: Path) -> None:
     train_duck(make_duck(tmp_path), until_step=2)
-    (tmp_path / "global_step_2" / "manifest.json").unlink()
+    forget_manifest(tmp_path / "global_step_2")
     trainer = make_duck(tmp_path / "own", restore_from=str(tmp_path / "global_step_2"))
     CheckpointerCallback(trainer).on_train_begin()
     (certificate,) = _stored(tmp_path / "own")

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.trainer.callbacks import CheckpointerCallback
+from tests.checkpoint.directories import forget_manifest
 from tests.ranks import run_ranks
 from tests.trainer.duck import make_duck, train_duck
 from tests.trainer.parts import Net, seed_streams
@@ -179,7 +180,7 @@ def _damage_training_state(step: Path, folder: Path, change: Callable[[dict[str,
     """A copy of the checkpoint without a manifest, whose training state was changed."""
     target = folder / step.name
     shutil.copytree(step, target)
-    (target / "manifest.json").unlink()
+    forget_manifest(target)
     path = extra.file_path(target, 0)
     state = torch.load(path, weights_only=True)
     change(state)

@@ -71,6 +71,7 @@ class PreemptionCallback(Callback):
         if current.global_step >= self.trainer.train_steps:
             logger.warning("global_step=%s is the last one: the training ends as planned", current.global_step)
             return
+        self.trainer.is_leaving = True
         raise PreemptedError(
             describe(
                 f"training was preempted by {', '.join(sorted(set(asked.values())))} after global_step "
