@@ -1,8 +1,8 @@
 """The soak: one training that is killed again and again at random moments, and ends where the uninterrupted one ends.
 
 The moments are drawn before anything is started, from a seed: after a step, before or in a save, between its commit and the
-pointer, before one of its file operations on one rank, at an epoch's end, in a load; all ranks or one of them; SIGKILL or
-SIGTERM. They are events of the training, not times, so a seed and a number name a kill for good.
+pointer, before one of its file operations on one rank, at an epoch's end, in a load; all ranks or one of them; SIGKILL.
+They are events of the training, not times, so a seed and a number name a kill for good.
 """
 
 from __future__ import annotations
