@@ -83,7 +83,9 @@ def in_order(checkpoint_dir: Path) -> Order:
     if head is not None and not _is_its_own(head):
         # What another save descends from says nothing of this one.
         found.remove(head)
-        head = replace(head, manifest=None, complaint=f"has a {MANIFEST_NAME} of another save")
+        head = replace(
+            head, manifest=None, complaint=f"has a {METADATA_NAME} and a {MANIFEST_NAME} that are not of one save"
+        )
         found.append(head)
     if pointed is not None and (head is None or head.complaint):
         pointer, name = checkpoint_dir / layout.POINTER_NAME, layout.step_directory_name(pointed)
