@@ -126,6 +126,7 @@ def _topology_change_not_noticed(put: Saboteur) -> None:
 @sabotage("completeness-not-checked")
 def _completeness_not_checked(put: Saboteur) -> None:
     put.replace(f"{_LAYOUT}:why_incomplete", lambda original, directory: "" if directory.is_dir() else "is not there")
+    _nothing_asked_without_manifest(put, lambda original, directory, manifest: "")
 
 
 @sabotage("empty-metadata-accepted")
@@ -134,6 +135,17 @@ def _empty_metadata_accepted(put: Saboteur) -> None:
         f"{_LAYOUT}:why_incomplete",
         lambda original, directory: "" if (directory / ".metadata").is_file() else original(directory),
     )
+
+    def what_is_missing(original: Any, directory: Path, manifest: Any) -> Any:
+        return "" if (directory / ".metadata").is_file() else original(directory, manifest)
+
+    _nothing_asked_without_manifest(put, what_is_missing)
+
+
+def _nothing_asked_without_manifest(put: Saboteur, what_is_missing: Any) -> None:
+    """Both looks at a directory: the search's, and the verification's, which reads what the search only finds there."""
+    put.replace(f"{_LAYOUT}:what_is_missing", what_is_missing)
+    put.replace("hyper_resume.checkpoint.loading:_check_without_manifest", lambda original, directory: None)
 
 
 @sabotage("no-scan-behind-the-pointer")
