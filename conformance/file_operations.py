@@ -162,12 +162,19 @@ def _opening(watch: FileOperations) -> Callable[..., Any]:
             watch.tell("create", where)
         plain = mode.replace("b", "").replace("t", "")
         raw = _WatchedFile(file, plain, watch, None if opener else where, closefd=closefd, opener=opener)
-        if buffering == 0:
-            return raw
-        size = buffering if buffering > 1 else max(os.fstat(raw.fileno()).st_blksize, io.DEFAULT_BUFFER_SIZE)
-        buffered = io.BufferedRandom(raw, size) if "+" in mode else io.BufferedWriter(raw, size)
-        if "b" in mode:
-            return buffered
-        return io.TextIOWrapper(buffered, encoding, errors, newline, line_buffering=buffering == 1)
+        return wrapped(raw, mode, buffering, encoding, errors, newline)
 
     return opened
+
+
+def wrapped(
+    raw: io.FileIO, mode: str, buffering: int, encoding: str | None, errors: str | None, newline: str | None
+) -> Any:
+    """Put around a raw file that is written what ``open`` would put around it."""
+    if buffering == 0:
+        return raw
+    size = buffering if buffering > 1 else max(os.fstat(raw.fileno()).st_blksize, io.DEFAULT_BUFFER_SIZE)
+    buffered = io.BufferedRandom(raw, size) if "+" in mode else io.BufferedWriter(raw, size)
+    if "b" in mode:
+        return buffered
+    return io.TextIOWrapper(buffered, encoding, errors, newline, line_buffering=buffering == 1)

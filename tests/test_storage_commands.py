@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 
 from hyper_resume import cli
 from hyper_resume.checkpoint import DistributedCheckpointer
+from hyper_resume.errors import CheckpointMismatchError
 
 
 def _payload(step: int) -> dict[str, Any]:
@@ -85,6 +87,20 @@ def test_verify_tells_of_a_directory_under_another_steps_name(root: Path, capsys
     (root / "global_step_3").rename(root / "global_step_30")
     assert _run("verify", str(root / "global_step_30")) == 1
     assert "name says step 30, its manifest step 3" in capsys.readouterr().out
+
+
+def test_verify_refuses_what_a_load_would_refuse_a_shard_that_the_manifest_does_not_know(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = root / "global_step_3" / "manifest.json"
+    content = {key: value for key, value in json.loads(path.read_text()).items() if key != "digest"}
+    del content["files"]["__0_0.distcp"]
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    path.write_text(json.dumps({**content, "digest": f"xxh3_128:{xxhash.xxh3_128_hexdigest(canonical)}"}))
+    assert _run("verify", str(root / "global_step_3")) == 1
+    assert "names files that its manifest does not know" in capsys.readouterr().out
+    with pytest.raises(CheckpointMismatchError, match="names files that its manifest does not know"):
+        DistributedCheckpointer().load(str(root / "global_step_3"), {"model": _payload(0)["model"]})
 
 
 def test_verify_finds_a_flipped_bit_in_a_tensor_of_stock_dcp(

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from conformance.sabotage import Saboteur, sabotage
+from conformance.sabotages.positioning import training_forgets
 
 _PREEMPTION = "hyper_resume.trainer.callbacks.preemption:PreemptionCallback"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer:CheckpointerCallback"
@@ -33,15 +34,7 @@ def _preemption_saves_in_the_background(put: Saboteur) -> None:
 
 @sabotage("preempted-run-exits-clean")
 def _preempted_run_exits_clean(put: Saboteur) -> None:
-    def train(original: Any, trainer: Any) -> None:
-        from hyper_resume.errors import PreemptedError
-
-        try:
-            original(trainer)
-        except PreemptedError:
-            put.fired()
-
-    put.replace(f"{_TRAINER}.train", train, fires=False)
+    training_forgets(put, "PreemptedError")
 
 
 @sabotage("last-step-preempted")

@@ -271,12 +271,18 @@ def _extra_step_at_the_end(put: Saboteur) -> None:
 
 @sabotage("incomplete-training-exits-clean")
 def _incomplete_training_exits_clean(put: Saboteur) -> None:
+    training_forgets(put, "TrainingIncompleteError")
+
+
+def training_forgets(put: Saboteur, error_name: str) -> None:
+    """Training that ends with this error of the library's looks as if it had ended well."""
+
     def train(original: Any, trainer: Any) -> None:
-        from hyper_resume.errors import TrainingIncompleteError
+        from hyper_resume import errors
 
         try:
             original(trainer)
-        except TrainingIncompleteError:
+        except getattr(errors, error_name):
             put.fired()
 
     put.replace(f"{_TRAINER}.train", train, fires=False)

@@ -79,7 +79,7 @@ def _manifest_of_any_content(put: Saboteur) -> None:
     for module in (_LOADING, _LINEAGE, _LAYOUT):
         put.replace(f"{module}:read_manifest", read_manifest, fires=False)
     put.replace(f"{_LINEAGE}:_is_its_own", lambda original, one: True, fires=False)
-    put.replace(f"{_LOADING}:_check_description", lambda original, directory, manifest: None, fires=False)
+    put.replace(f"{_LOADING}:check_description", lambda original, directory, manifest: None, fires=False)
 
 
 @sabotage("step-of-the-manifest-not-compared")

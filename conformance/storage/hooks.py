@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from conformance.file_operations import wrapped
 from conformance.storage.history import TraceError
 from conformance.storage.tracing import ENTER, LEAVE, Recorder
 
@@ -207,13 +208,7 @@ def _open_function(recorder: Recorder, original: Callable[..., Any]) -> Callable
         raw.recorder = recorder
         if "a" in mode:
             recorder.seeked(raw.fileno(), os.fstat(raw.fileno()).st_size)
-        if buffering == 0:
-            return raw
-        size = buffering if buffering > 1 else max(os.fstat(raw.fileno()).st_blksize, io.DEFAULT_BUFFER_SIZE)
-        buffered = io.BufferedRandom(raw, size) if "+" in mode else io.BufferedWriter(raw, size)
-        if "b" in mode:
-            return buffered
-        return io.TextIOWrapper(buffered, encoding, errors, newline, line_buffering=buffering == 1)
+        return wrapped(raw, mode, buffering, encoding, errors, newline)
 
     return instead
 

@@ -132,8 +132,8 @@ def doubt_metadata(content: bytes, value: Any) -> str:
     if tree(value) != tree(pickle.loads(content)):
         return "it was read as something else than it says"
     for place in value.storage_data.values():
-        inside = os.path.normpath(os.path.join("/root", place.relative_path))  # noqa: PTH118  a second opinion, without pathlib
-        if not inside.startswith("/root/") or "\0" in place.relative_path or place.offset < 0 or place.length < 0:
+        inside = os.path.normpath(os.path.join("/base", place.relative_path))  # noqa: PTH118  a second opinion, without pathlib
+        if not inside.startswith("/base/") or "\0" in place.relative_path or place.offset < 0 or place.length < 0:
             return f"a path or place outside: {place.relative_path[:100]!r}"
     return next(filter(None, (_doubt_chunks(name, entry) for name, entry in value.state_dict_metadata.items())), "")
 

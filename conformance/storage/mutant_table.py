@@ -208,8 +208,8 @@ _CHECKS = (
         "proved.manifest = loading.read_manifest(directory)", "corruption/per_rank",
     ),
     _entry(
-        "other-step-passes", "a manifest of another step passes in LATEST and load", "loading:verify",
-        "    if step not in (None, manifest.step):\n", "    if False:\n", "corruption/per_rank",
+        "other-step-passes", "a manifest of another step passes in LATEST and load", "loading:wrong_name",
+        "    if step in (None, manifest.step):\n", "    if True:\n", "corruption/per_rank",
     ),
     _entry(
         "digest-of-what-was-meant", "a shard's digest leaves out what is written last",

@@ -228,7 +228,9 @@ class Library:
         """See :class:`Subject`."""
         from hyper_resume.checkpoint import layout
 
-        claims = {path.name: loads.of(path) for _, path in layout.step_directories(root) if layout.is_complete(path)}
+        claims = {
+            path.name: loads.of(path) for _, path in layout.step_directories(root) if not layout.why_incomplete(path)
+        }
         try:
             found = _checkpointer(_nobody).find_latest_checkpoint(str(root))
         except Exception as error:  # noqa: BLE001  whatever it is, it is the verdict

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hyper_resume import collective
 from hyper_resume.checkpoint import extra_state as extra
-from hyper_resume.checkpoint import layout, lineage, loading, safe_load, saving
+from hyper_resume.checkpoint import layout, lineage, loading, saving
 from hyper_resume.checkpoint.attempt import SAVE_ID, check_training_state, mark_shards, read_save_id
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase, LoadReport
 from hyper_resume.checkpoint.filesystem import ShardWriter
@@ -278,7 +278,6 @@ class DistributedCheckpointer(CheckpointerBase):
         manifest = self._verified(directory, training_state=with_training_state)
         self._proved = None
         metadata = collective.agree(lambda: read_metadata(directory, manifest), group)
-        collective.on_rank_zero(lambda: safe_load.check_extents(directory, metadata), group)
         save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata, manifest), group)
         model, _ = flatten_state_dict({MODEL_BUCKET: state.get(MODEL_BUCKET, {})})
         collective.agree(lambda: check_model_entries(model, metadata, strict=strict_model, where=path), group)

@@ -71,13 +71,8 @@ def home_of(directory: Path) -> Path:
     return directory.parent.parent / directory.name.removesuffix(_REPLACED_SUFFIX).rpartition(".")[0]
 
 
-def is_complete(directory: Path) -> bool:
-    """True when nothing is missing; says nothing about what is in the files."""
-    return not why_incomplete(directory)
-
-
 def why_incomplete(directory: Path) -> str:
-    """Say what keeps the directory from being complete; "" for a complete one.
+    """Say what keeps the directory from being complete; "" for a complete one, whatever is in its files.
 
     One with a manifest is complete when every file of it is there with its size; one without (another tool wrote it) when
     ``.metadata``, which is written last, is there and not empty (a power cut can leave it with 0 bytes).
@@ -137,18 +132,16 @@ def sweep(checkpoint_dir: Path) -> None:
         if leftover.absolute() in _in_progress:
             continue
         target = home_of(leftover)
-        if leftover.name.endswith(_REPLACED_SUFFIX) and is_complete(leftover) and not target.exists():
+        if not leftover.name.endswith(_REPLACED_SUFFIX) or target.exists():
+            logger.warning("removing %s, left by a save that did not finish", leftover)
+            remove(leftover)
+        elif reason := why_incomplete(leftover):
+            # All that there is of that step: not ours to delete, and a read that failed once may work the next time.
+            logger.warning("leaving %s, which should be put back but %s", leftover, reason)
+        else:
             logger.warning("putting %s back: the save that was to replace it did not finish", target)
             operations.current().rename(leftover, target)
             operations.current().sync_directory(checkpoint_dir)
-        elif leftover.name.endswith(_REPLACED_SUFFIX) and not target.exists():
-            # All that there is of that step: not ours to delete, and a read that failed once may work the next time.
-            logger.warning(
-                "leaving %s, which should be put back but %s", leftover, why_incomplete(leftover) or "was not read"
-            )
-        else:
-            logger.warning("removing %s, left by a save that did not finish", leftover)
-            remove(leftover)
     for leftover in _entries(checkpoint_dir / TRASH_NAME):
         remove(leftover)
 

@@ -77,9 +77,7 @@ def verify(
     ]
     found = collective.agree(lambda: _verify_in_parallel(directory, manifest, own, digests=how == "digest"), group)
     complaints = [complaint for of_rank in collective.gather(found, group) for complaint in of_rank]
-    step = layout.parse_step(directory.name)
-    if step not in (None, manifest.step):
-        complaints.insert(0, f"the directory's name says step {step}, its manifest step {manifest.step}")
+    complaints = [*wrong_name(directory, manifest), *complaints]
     if complaints:
         only_missing = all(complaint.endswith(MISSING) for complaint in complaints)
         raise (CheckpointNotFoundError if only_missing else CheckpointMismatchError)(
@@ -93,20 +91,38 @@ def verify(
             )
         )
     if "weights" in parts:
-        collective.on_rank_zero(lambda: _check_description(directory, manifest), group)
+        collective.on_rank_zero(lambda: check_description(directory, manifest), group)
     return manifest
 
 
+def wrong_name(directory: Path, manifest: Manifest) -> list[str]:
+    """Return a complaint about a step directory under another step's name, if it is one; any other name will do."""
+    step = layout.parse_step(directory.name)
+    if step in (None, manifest.step):
+        return []
+    return [f"the directory's name says step {step}, its manifest step {manifest.step}"]
+
+
 def _check_without_manifest(directory: Path) -> None:
+    """One that is not even complete is told of by whoever reads its description."""
     if not layout.why_incomplete(directory):
-        refuse_lost_manifest(directory)
-        safe_load.check_extents(directory, read_metadata_file(directory))
+        check_description(directory, None)
 
 
-def _check_description(directory: Path, manifest: Manifest) -> None:
-    """``.metadata`` must read, and name only files that were verified: others would be read without a digest."""
+def check_description(directory: Path, manifest: Manifest | None) -> Metadata:
+    """Read ``.metadata`` and hold it against the files.
+
+    It may name only files that the manifest knows, as others would be read without a digest; where there is no manifest it
+    must not tell of one.
+
+    Raises:
+        CheckpointMismatchError: it does not read, or names what is not there; the manifest was lost.
+    """
     metadata = read_metadata_file(directory)
-    others = {place.relative_path for place in (metadata.storage_data or {}).values()} - set(manifest.files)
+    if manifest is None:
+        _refuse_lost_manifest(directory, metadata)
+    named = {place.relative_path for place in (metadata.storage_data or {}).values()}
+    others = set() if manifest is None else named - set(manifest.files)
     if others:
         raise CheckpointMismatchError(
             describe(
@@ -118,6 +134,7 @@ def _check_description(directory: Path, manifest: Manifest) -> None:
             )
         )
     safe_load.check_extents(directory, metadata)
+    return metadata
 
 
 def _part_of(name: str) -> Part:
@@ -139,15 +156,9 @@ def _read_manifest(directory: Path) -> Manifest | None:
     return manifest
 
 
-def refuse_lost_manifest(directory: Path) -> None:
-    """A save of this library wrote a manifest, and its ``.metadata`` tells so: without it nothing is proved any more.
-
-    Raises:
-        CheckpointMismatchError: there is none where one was written.
-    """
-    if layout.why_incomplete(directory):
-        return
-    about = read_metadata_file(directory).storage_meta
+def _refuse_lost_manifest(directory: Path, metadata: Metadata) -> None:
+    """A save of this library wrote a manifest, and its ``.metadata`` tells so: without it nothing is proved any more."""
+    about = metadata.storage_meta
     if about is not None and about.save_id and about.save_id == Path(str(about.checkpoint_id)).name:
         raise CheckpointMismatchError(
             describe(

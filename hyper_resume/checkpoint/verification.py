@@ -15,9 +15,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from hyper_resume.checkpoint import layout, lineage, operations, safe_load
-from hyper_resume.checkpoint.filesystem import read_metadata_file
-from hyper_resume.checkpoint.loading import refuse_lost_manifest
+from hyper_resume.checkpoint import layout, lineage, operations
+from hyper_resume.checkpoint.loading import check_description, wrong_name
 from hyper_resume.checkpoint.lock import LOCK_NAME
 from hyper_resume.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -142,12 +141,12 @@ def verify_step_directory(directory: Path, *, digests: bool = True) -> Verificat
         else:
             checked = "sizes and digests" if digests else "sizes"
             complaints += verify_files(directory, manifest, sorted(manifest.files), digests=digests)
-            complaints += _wrong_name(directory, manifest)
+            complaints += wrong_name(directory, manifest)
             notes += [
                 f"{name}: not in the manifest; a load does not read it" for name in unlisted_files(directory, manifest)
             ]
             if not complaints:
-                safe_load.check_extents(directory, read_metadata_file(directory))
+                check_description(directory, manifest)
     except CheckpointMismatchError as error:
         complaints.append(str(error))
     return Verification(
@@ -162,20 +161,11 @@ def verify_step_directory(directory: Path, *, digests: bool = True) -> Verificat
     )
 
 
-def _wrong_name(directory: Path, manifest: Manifest) -> list[str]:
-    step = layout.parse_step(directory.name)
-    if step in (None, manifest.step):
-        return []
-    return [f"the directory's name says step {step}, its manifest step {manifest.step}"]
-
-
 def _verify_without_manifest(directory: Path, *, digests: bool) -> list[str]:
     incomplete = layout.why_incomplete(directory)
     if incomplete:
         return [incomplete]
-    refuse_lost_manifest(directory)
-    metadata = read_metadata_file(directory)
-    safe_load.check_extents(directory, metadata)
+    metadata = check_description(directory, None)
     return list(_damaged_entries(directory, metadata)) if digests else []
 
 

@@ -95,7 +95,7 @@ def assert_recoverable(root: Path, *, replaced_step: int | None = None) -> None:
     assert value_of(found) in expected[step]
     pointed = root / f"global_step_{(root / layout.POINTER_NAME).read_text().strip()}"
     if pointed.exists():
-        assert layout.is_complete(pointed)
+        assert not layout.why_incomplete(pointed)
     else:
         # Only while one directory takes another's place, and then the old one is still whole.
         assert replaced_step is not None
