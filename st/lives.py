@@ -36,6 +36,8 @@ _FOLDER = "checkpoints"
 _MARGIN_STEPS = 10
 # Where every rank stands behind a finished step.
 _BETWEEN_STEPS = ("after_step", "after_epoch", "before_save")
+# Where a rank may stand before it has told what it restored. A trainer that clears what a dead save left changes the disk there.
+_WHILE_RESTORING = ("during_load", "file_operation")
 _SIGNALS = {"kill": "SIGKILL", "terminate": "SIGTERM"}
 
 
@@ -240,14 +242,15 @@ class Lives:
         return int(text)
 
     def _restored(self, evidence: LegEvidence, restore_from: str | None, latest: int) -> int:
-        """The step that all ranks restored, which must be the latest."""
+        """The step that all ranks restored, or were about to: what was asked for."""
         places = [event.data["global_step"] for event in evidence.events("restored", None)]
         begun = evidence.events("begin", None)
         fault = evidence.record.fault
-        if not begun and fault is not None and fault.moment == "during_load":
-            return latest
         expected = latest if restore_from == LATEST else int((restore_from or "_0").rpartition("_")[2])
         wanted = [expected] * len(evidence.record.ranks) if expected else []
+        if not begun and fault is not None and fault.moment in _WHILE_RESTORING:
+            # Killed before it trained: some ranks have restored, others have not got there.
+            wanted = wanted[: len(places)]
         if places != wanted or any(event.data["global_step"] != expected for event in begun):
             raise RedError(f"restored {places or 'nothing'} on its ranks; expected step {expected} on all")
         return expected

@@ -38,6 +38,18 @@ def test_the_last_changes_of_a_save_are_the_commit_and_the_pointer_and_a_kill_be
     assert (again.mode, again.resumed_at, again.lost_steps) == ("again", 3, 3)
 
 
+def test_a_rank_that_is_killed_while_it_clears_what_a_dead_save_left_has_not_told_what_it_restored(
+    tmp_path: Path,
+) -> None:
+    # The first change of rank 0: it removes a leftover right after its load, before training begins.
+    done = sweep(tmp_path / "run", "--mode", "leftovers", "--point", "0:1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (kill,) = read_results(tmp_path / "run").of(KillRecord)
+    assert kill.what is not None
+    assert kill.what.startswith("remove .staging/global_step_6.*/")
+    assert (kill.last_step, kill.resumed_at, kill.lost_steps) == (3, 3, 0)
+
+
 def test_a_pointer_that_moves_before_the_commit_turns_the_sweep_red(tmp_path: Path) -> None:
     done = sweep(tmp_path / "run", "--mode", "sync", "--point", "0:36", "--sabotage", "pointer-moved-before-the-commit")
     assert done.returncode == 1, done.stdout + done.stderr
