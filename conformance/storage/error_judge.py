@@ -24,6 +24,13 @@ class Verdict:
     id: str = ""
 
 
+def _says_why(told: Told, step: int) -> bool:
+    """A copy may stay where it stepped aside to when the run broke off at its begin, or has said that it leaves it there."""
+    return told.phase == "begin" or any(
+        f"global_step_{step}" in line and "should be put back" in line for line in told.warnings
+    )
+
+
 class Judge:
     """Holds what the ranks told, and what was on disk right after, against the promises."""
 
@@ -104,7 +111,7 @@ class Judge:
             gone = not (after / f"global_step_{other}").exists()
             if gone and other in self._scenario.expendable and is_good:
                 continue
-            if gone and told[0].phase == "begin" and self._is_still_aside(content, other):
+            if gone and self._is_still_aside(content, other) and _says_why(told[0], other):
                 continue
             if not self._is_old(content, other):
                 yield "an earlier checkpoint is lost"

@@ -13,6 +13,7 @@ import resource
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,8 +80,7 @@ def feed(
     outcomes: list[Outcome] = []
     while len(outcomes) < len(numbers):
         rest = numbers[len(outcomes) :]
-        home = folder / f"worker-{len(outcomes)}"
-        home.mkdir()
+        home = Path(tempfile.mkdtemp(prefix="worker-", dir=folder))
         worker = _Worker(rest, make, readers, good, home, memory_each)
         with _started(worker, seconds_each) as (pid, pipe):
             outcomes += _collect(pid, pipe, rest, home / _LAST_WORDS)
