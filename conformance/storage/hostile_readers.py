@@ -169,10 +169,17 @@ def _foreign(value: Any, depth: int) -> str:
     return "" if value is None or isinstance(value, plain) else type(value).__qualname__
 
 
+class _OtherLoader(yaml.SafeLoader):
+    """PyYAML's own, which has no constructor for a lone ``=``: a special value in YAML 1.1, plain text in 1.2."""
+
+
+_OtherLoader.add_constructor("tag:yaml.org,2002:value", lambda loader, node: loader.construct_scalar(node))
+
+
 def doubt_configuration(content: bytes, plain: Mapping[str, Any]) -> str:
     """PyYAML's safe reader finds the same fields, and every value is plain data."""
     try:
-        told = yaml.safe_load(content) or {}
+        told = yaml.load(content, _OtherLoader) or {}
     except yaml.YAMLError:
         return "it is no YAML"
     unknown = [key for block, fields in told.items() for key in (fields or {}) if key not in plain.get(block, {})]
