@@ -173,7 +173,7 @@ class _OtherLoader(yaml.SafeLoader):
     """PyYAML's own, which has no constructor for a lone ``=``: a special value in YAML 1.1, plain text in 1.2."""
 
 
-_OtherLoader.add_constructor("tag:yaml.org,2002:value", lambda loader, node: loader.construct_scalar(node))
+_OtherLoader.add_constructor("tag:yaml.org,2002:value", lambda loader, node: str(node.value))
 
 
 def doubt_configuration(content: bytes, plain: Mapping[str, Any]) -> str:

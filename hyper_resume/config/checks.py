@@ -65,6 +65,12 @@ CHECKS: tuple[Check, ...] = (
     *_above_zero("accelerator.timeout_seconds", "optimizer.eps", "training.max_grad_norm"),
     Check(fields=("data.token_noise",), holds=lambda share: 0 <= share < 1, expected="a share from 0 to below 1"),
     Check(
+        fields=("data.shuffle", "data.shuffle_method"),
+        holds=lambda shuffle, method: shuffle or method == "randperm",
+        expected="a method only where samples are shuffled",
+        do="set data.shuffle to true, or remove data.shuffle_method",
+    ),
+    Check(
         fields=("accelerator.dp_shard_size",),
         holds=lambda size: size == -1 or size >= 1,
         expected="at least 1, or -1 for all ranks that tp_size leaves",

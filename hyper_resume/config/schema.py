@@ -88,6 +88,9 @@ class DataConfig:
     ``bytes`` (one token a byte) or a local Hugging Face tokenizer folder. ``max_samples`` keeps the first so many
     sequences. ``batch_size`` counts sequences per data-parallel rank and micro-batch. ``token_noise`` is the share of input
     tokens replaced by a random byte, drawn anew at each reading.
+
+    ``shuffle_method``: ``randperm`` makes the order of an epoch as an array, in time and memory that grow with the number of
+    samples; ``feistel`` computes it batch by batch, at no cost for any number. The orders differ, so a run keeps to one.
     """
 
     paths: tuple[str, ...] = ()
@@ -97,6 +100,7 @@ class DataConfig:
     token_noise: float = 0.0
     batch_size: int = 2
     shuffle: bool = True
+    shuffle_method: Literal["randperm", "feistel"] = "randperm"
     drop_last: bool = False
     num_workers: int = 0
     use_background_prefetcher: bool = False

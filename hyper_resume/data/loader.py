@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
+from hyper_resume.data.indices import Indices
 from hyper_resume.data.reading import MapDataset, start_reading, stop_reading
-from hyper_resume.data.sampler import EpochOrder, batch_of
+from hyper_resume.data.sampler import SHUFFLE_METHODS, EpochOrder, batch_of
+from hyper_resume.data.saved_state import check_state, is_count
 from hyper_resume.errors import CheckpointMismatchError, ConfigError, describe
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,10 @@ class DataLoader:
         dataset: anything with ``__len__`` and ``__getitem__(int)``; its length must not change. A text attribute
             ``fingerprint`` goes into the saved state, so that another dataset of the same length is noticed.
         batch_size: samples a batch, on this rank.
-        shuffle: a new order each epoch, from ``seed + epoch``; else ascending.
+        shuffle: a new order each epoch; else ascending.
+        shuffle_method: ``randperm`` is torch's order, from ``seed + epoch``: every epoch begins with making it, some
+            30 ns and 4 bytes a sample on every rank. ``feistel`` is another order, from seed and epoch, computed batch by
+            batch: it takes neither, however long the dataset is. A checkpoint of one doesn't fit the other.
         seed: of the order, and of the workers' random streams.
         drop_last: drop what doesn't fill a batch, and before that what doesn't divide evenly over the ranks.
         dp_rank: this process's place among the data-parallel ranks, from 0.
@@ -67,10 +71,12 @@ class DataLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         prefetch_factor: int | None = None,
         outlived_signals: Sequence[str] = (),
+        shuffle_method: str = "randperm",
     ) -> None:
         """Stand before the first batch of epoch 0. Reads nothing but the dataset's length."""
         _check_counts(batch_size=batch_size, dp_world_size=dp_world_size, num_workers=num_workers)
         _check_rank(dp_rank, dp_world_size)
+        _check_shuffle_method(shuffle_method, shuffle=bool(shuffle))
         if prefetch_factor is not None and num_workers == 0:
             message = describe("prefetch_factor needs num_workers above 0", found=f"prefetch_factor={prefetch_factor}")
             raise ConfigError(message)
@@ -88,6 +94,7 @@ class DataLoader:
             seed=seed,
             drop_last=bool(drop_last),
             fingerprint=_fingerprint_of(dataset),
+            shuffle_method=shuffle_method,
         )
         self._cursor = _Cursor(epoch=0, batches_consumed=0)
         self._num_batches = self.order.count_batches()
@@ -116,7 +123,7 @@ class DataLoader:
         Raises:
             ConfigError: ``epoch`` isn't a whole number from 0 up.
         """
-        if not _is_count(epoch):
+        if not is_count(epoch):
             raise ConfigError(describe("set_epoch needs a whole number from 0 up", found=repr(epoch)))
         if epoch != self.epoch:
             self._cursor = _Cursor(epoch=epoch, batches_consumed=0)
@@ -144,15 +151,16 @@ class DataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, from the next iterator on; a living iterator is left alone.
 
-        When the data or its division has changed since (``dp_world_size``, ``batch_size``, or any newer field that
-        ``state`` has), the saved position means nothing here: a warning names each change, and the saved epoch is
-        read again from its first sample. Keys that are unknown here are ignored.
+        When the data or its division has changed since (``dp_world_size``, ``batch_size``, ``shuffle_method``, which is
+        ``randperm`` where ``state`` has none, or any newer field that ``state`` has), the saved position means nothing
+        here: a warning names each change, and the saved epoch is read again from its first sample. Keys that are unknown
+        here are ignored.
 
         Raises:
             CheckpointMismatchError: (a ``RuntimeError``) a key is missing or of the wrong type, or the position lies
                 past the epoch's end. The loader is unchanged then.
         """
-        _check_state(state)
+        check_state(state)
         changes = self.order.changes_since(state)
         epoch: int = state["epoch"]
         consumed: int = state["batches_consumed"]
@@ -174,7 +182,7 @@ class DataLoader:
         self._cursor = _Cursor(epoch=epoch, batches_consumed=consumed)
 
     def _state_at(self, epoch: int, batches_consumed: int) -> dict[str, Any]:
-        return {"epoch": epoch, "batches_consumed": batches_consumed, **asdict(self.order)}
+        return {"epoch": epoch, "batches_consumed": batches_consumed, **self.order.to_state()}
 
     def _seek(self, old: _Cursor, batches_consumed: int) -> None:
         """Set the position within the epoch if it is still the one that ``old`` moves."""
@@ -195,7 +203,7 @@ class EpochIterator(Iterator[Any]):
         self.sample_ids: list[int] = []
         self._loader = loader
         self._cursor = cursor
-        self._indices: torch.Tensor | None = None
+        self._indices: Indices | None = None
         self._batches: Iterator[Any] | None = None
         self._closed = False
         self._is_reading = False
@@ -289,25 +297,30 @@ class _Cursor:
     chosen: bool = False
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def _check_counts(*, batch_size: int, dp_world_size: int, num_workers: int) -> None:
     for name, value, least in (
         ("batch_size", batch_size, 1),
         ("dp_world_size", dp_world_size, 1),
         ("num_workers", num_workers, 0),
     ):
-        if not _is_count(value) or value < least:
+        if not is_count(value) or value < least:
             message = describe(f"{name} is out of range", expected=f"a whole number from {least} up", found=repr(value))
             raise ConfigError(message)
 
 
 def _check_rank(dp_rank: int, dp_world_size: int) -> None:
-    if not _is_count(dp_rank) or dp_rank >= dp_world_size:
+    if not is_count(dp_rank) or dp_rank >= dp_world_size:
         expected = f"0 to {dp_world_size - 1} (dp_world_size={dp_world_size})"
         raise ConfigError(describe("dp_rank is out of range", expected=expected, found=repr(dp_rank)))
+
+
+def _check_shuffle_method(shuffle_method: str, *, shuffle: bool) -> None:
+    if shuffle_method not in SHUFFLE_METHODS:
+        expected = f"one of {', '.join(SHUFFLE_METHODS)}"
+        raise ConfigError(describe("shuffle_method is unknown", expected=expected, found=repr(shuffle_method)))
+    if not shuffle and shuffle_method != "randperm":
+        found = f"shuffle_method={shuffle_method!r}"
+        raise ConfigError(describe("shuffle_method needs shuffle=True", found=found, do="leave it out, or shuffle"))
 
 
 def _length_of(dataset: MapDataset) -> int:
@@ -329,48 +342,3 @@ def _fingerprint_of(dataset: MapDataset) -> str | None:
         found = f"{type(fingerprint).__name__} on {type(dataset).__name__}"
         raise ConfigError(describe("the dataset's fingerprint isn't a text", expected="a text or None", found=found))
     return fingerprint
-
-
-_REQUIRED_KEYS = ("epoch", "batches_consumed", "dp_world_size", "batch_size")
-_KEY_TYPES: dict[str, str] = {
-    "epoch": "count",
-    "batches_consumed": "count",
-    "dp_world_size": "count",
-    "batch_size": "count",
-    "num_samples": "count",
-    "shuffle": "bool",
-    "seed": "int",
-    "drop_last": "bool",
-    "fingerprint": "text or None",
-}
-
-
-def _has_type(value: object, kind: str) -> bool:
-    if kind == "count":
-        return _is_count(value)
-    if kind == "bool":
-        return isinstance(value, bool)
-    if kind == "int":
-        return isinstance(value, int) and not isinstance(value, bool)
-    return value is None or isinstance(value, str)
-
-
-def _check_state(state: Mapping[str, Any]) -> None:
-    if not isinstance(state, Mapping):
-        found = type(state).__name__
-        raise CheckpointMismatchError(describe("the saved data position isn't a mapping", found=found))
-    missing = [key for key in _REQUIRED_KEYS if key not in state]
-    wrong = [
-        f"{key}={state[key]!r} (expected: {kind})"
-        for key, kind in _KEY_TYPES.items()
-        if key in state and not _has_type(state[key], kind)
-    ]
-    if missing or wrong:
-        found = "; ".join([f"no {key}" for key in missing] + wrong)
-        message = describe(
-            "the saved data position can't be read",
-            where="train_dataloader",
-            expected=f"keys {', '.join(_REQUIRED_KEYS)}",
-            found=found,
-        )
-        raise CheckpointMismatchError(message)

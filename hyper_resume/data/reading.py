@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
+from hyper_resume.data.indices import Indices
 from hyper_resume.data.sampler import EpochOrder, batch_of
 from hyper_resume.data.workers import outlive
 
@@ -38,7 +39,7 @@ class _PlannedBatch(NamedTuple):
 class _RemainingBatches:
     """The index side of torch's loader: the batches from ``first_batch`` to the end of the epoch."""
 
-    def __init__(self, indices: torch.Tensor, order: EpochOrder, first_batch: int) -> None:
+    def __init__(self, indices: Indices, order: EpochOrder, first_batch: int) -> None:
         self._indices = indices
         self._batch_size = order.batch_size
         self._numbers = range(first_batch, order.count_batches())
@@ -77,7 +78,7 @@ def start_reading(
     epoch: int,
     dp_rank: int,
     first_batch: int,
-    indices: torch.Tensor,
+    indices: Indices,
     num_workers: int,
     collate_fn: Callable[[list[Any]], Any] | None,
     prefetch_factor: int | None,
@@ -85,7 +86,7 @@ def start_reading(
 ) -> Iterator[Any]:
     """Batches ``first_batch`` to the epoch's last, as ``collate_fn`` makes them.
 
-    ``indices`` are the rank's dataset indices of the whole epoch, int64 of shape ``[n]``; ``outlived_signals`` are names of
+    ``indices`` are the rank's dataset indices of the whole epoch; ``outlived_signals`` are names of
     signals that end no worker (see :mod:`hyper_resume.data.workers`).
     """
     batches: TorchDataLoader[Any] = TorchDataLoader(

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from hyper_resume.data.sampler import batch_of, batches_per_epoch, epoch_indices, samples_per_rank
@@ -37,8 +40,8 @@ def test_order_is_that_of_torchs_distributed_sampler(world: int, shuffle: bool, 
                     dp_world_size=world,
                 )
                 expected = _torch_order(length, world, rank, shuffle=shuffle, drop_last=drop_last, epoch=epoch)
-                assert got.tolist() == expected
-                assert got.dtype == torch.int64
+                assert got[:].tolist() == expected
+                assert got[:].dtype in (torch.int32, torch.int64)
                 assert len(got) == samples_per_rank(length, dp_world_size=world, drop_last=drop_last)
 
 
@@ -53,9 +56,117 @@ def test_batches_are_those_of_torchs_batch_sampler(batch_size: int, world: int, 
         assert [batch_of(torch.tensor(order), batch_size, index) for index in range(count)] == expected
 
 
+@pytest.mark.parametrize(
+    ("world", "rank", "expected"),
+    [(1, 0, [7, 5, 3, 0, 2, 6, 9, 4, 1, 8]), (3, 0, [7, 0, 9, 8]), (3, 1, [5, 2, 4, 7]), (3, 2, [3, 6, 1, 5])],
+)
+def test_order_of_ten_samples_is_the_one_that_old_checkpoints_were_saved_in(
+    world: int, rank: int, expected: list[int]
+) -> None:
+    got = epoch_indices(
+        10,
+        epoch=2,
+        seed=1234,
+        shuffle=True,
+        drop_last=False,
+        dp_rank=rank,
+        dp_world_size=world,
+        shuffle_method="randperm",
+    )
+    assert got[:].tolist() == expected
+
+
+def _shuffled_by_hand(length: int, seed: int) -> list[int]:
+    """Fisher and Yates, forwards, with the Mersenne Twister's 32-bit words as NumPy gives them: what randperm does."""
+    words = np.random.RandomState(seed).randint(0, 2**32, size=length - 1, dtype=np.uint32).tolist()
+    order = list(range(length))
+    for place, word in enumerate(words):
+        other = place + word % (length - place)
+        order[place], order[other] = order[other], order[place]
+    return order
+
+
+@pytest.mark.parametrize("length", [2, 23, 1000, 65_537])
+def test_order_is_a_fisher_yates_shuffle_by_the_mersenne_twister(length: int) -> None:
+    got = epoch_indices(length, epoch=3, seed=39, shuffle=True, drop_last=False, dp_rank=0, dp_world_size=1)
+    assert got[:].tolist() == _shuffled_by_hand(length, seed=42)
+
+
+class _Storages(TorchDispatchMode):
+    """The sizes, in bytes, of all storages that tensors were made with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []  # or an address would be given out twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self._alive.append(made)
+            self.sizes[made.untyped_storage().data_ptr()] = made.untyped_storage().nbytes()
+        return made
+
+
+@pytest.mark.parametrize(("world", "of_the_rank"), [(1, []), (4, [1_000_000]), (1000, [4000])])
+def test_a_shuffled_order_takes_four_bytes_a_sample_and_a_ranks_own_share(world: int, of_the_rank: list[int]) -> None:
+    with _Storages() as made:
+        indices = epoch_indices(
+            1_000_000, epoch=0, seed=0, shuffle=True, drop_last=False, dp_rank=world - 1, dp_world_size=world
+        )
+    assert sorted(size for size in made.sizes.values() if size > 0) == [*of_the_rank, 4_000_000]
+    assert isinstance(indices, torch.Tensor)
+    assert indices.untyped_storage().nbytes() == 4 * len(indices) == 4_000_000 // world
+
+
+@pytest.mark.parametrize(("shuffle", "method"), [(False, "randperm"), (True, "feistel")])
+def test_an_order_that_is_computed_makes_no_array_of_the_size_of_the_data(shuffle: bool, method: str) -> None:
+    tracemalloc.start()
+    try:
+        with _Storages() as made:
+            indices = epoch_indices(
+                10**12,
+                epoch=0,
+                seed=0,
+                shuffle=shuffle,
+                drop_last=False,
+                dp_rank=2,
+                dp_world_size=3,
+                shuffle_method=method,
+            )
+            batch = batch_of(indices, 8, 40_000_000_000)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(indices) == 333_333_333_334
+    assert len(set(batch)) == 8
+    assert max(made.sizes.values(), default=0) < 100_000
+    assert peak_bytes < 1_000_000
+
+
+def test_ascending_indices_are_those_of_the_positions_at_any_length() -> None:
+    indices = epoch_indices(10**12, epoch=5, seed=1, shuffle=False, drop_last=False, dp_rank=2, dp_world_size=3)
+    assert batch_of(indices, 4, 250_000) == [3_000_002, 3_000_005, 3_000_008, 3_000_011]
+    assert indices[len(indices) - 2 :].tolist() == [999_999_999_998, 1]  # filled up from the start
+
+
+@pytest.mark.parametrize(
+    "places", [slice(0, 0), slice(5, 2), slice(0, 1024), slice(1000, 3000), slice(2900, 9999), slice(-3, None)]
+)
+def test_computed_indices_are_sliced_as_a_list_is(places: slice) -> None:
+    indices = epoch_indices(3000, epoch=0, seed=1, shuffle=False, drop_last=False, dp_rank=0, dp_world_size=1)
+    assert indices[places].tolist() == list(range(3000))[places]
+
+
+def test_computed_indices_have_no_stride() -> None:
+    indices = epoch_indices(30, epoch=0, seed=1, shuffle=False, drop_last=False, dp_rank=0, dp_world_size=1)
+    with pytest.raises(IndexError, match="a step of 2"):
+        indices[::2]
+
+
 def test_one_rank_shuffles_with_a_private_generator_of_seed_plus_epoch() -> None:
     got = epoch_indices(23, epoch=2, seed=40, shuffle=True, drop_last=False, dp_rank=0, dp_world_size=1)
-    assert got.tolist() == torch.randperm(23, generator=torch.Generator().manual_seed(42)).tolist()
+    assert got[:].tolist() == torch.randperm(23, generator=torch.Generator().manual_seed(42)).tolist()
 
 
 @pytest.mark.parametrize("length", [23, 24])
@@ -63,7 +174,7 @@ def test_ranks_together_cover_the_dataset_and_nothing_else(length: int) -> None:
     seen: list[int] = []
     for rank in range(3):
         indices = epoch_indices(length, epoch=1, seed=0, shuffle=True, drop_last=False, dp_rank=rank, dp_world_size=3)
-        seen += indices.tolist()
+        seen += indices[:].tolist()
     assert len(seen) == 24
     assert set(seen) == set(range(length))
 
