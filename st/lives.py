@@ -36,7 +36,7 @@ _FOLDER = "checkpoints"
 _MARGIN_STEPS = 10
 # Where every rank stands behind a finished step.
 _BETWEEN_STEPS = ("after_step", "after_epoch", "before_save")
-# Where a rank may stand before it has told what it restored: a trainer that clears what a dead save left changes the disk there.
+# Where a rank may stand before it has told what it restored: one that clears what a dead save left changes the disk there.
 _WHILE_RESTORING = ("during_load", "file_operation")
 _SIGNALS = {"kill": "SIGKILL", "terminate": "SIGTERM"}
 
