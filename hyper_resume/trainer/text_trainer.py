@@ -71,6 +71,7 @@ class TextTrainer:
             dataset,
             batch_size=data.batch_size,
             shuffle=data.shuffle,
+            shuffle_method=data.shuffle_method,
             seed=self.config.training.seed,
             drop_last=data.drop_last,
             dp_rank=0 if mesh is None else mesh.dp_rank,

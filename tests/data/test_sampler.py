@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from hyper_resume.data.sampler import batch_of, batches_per_epoch, epoch_indices, samples_per_rank
@@ -92,56 +92,70 @@ def test_order_is_a_fisher_yates_shuffle_by_the_mersenne_twister(length: int) ->
     assert got[:].tolist() == _shuffled_by_hand(length, seed=42)
 
 
-class _Storages(TorchDispatchMode):
-    """The sizes, in bytes, of all storages that tensors were made with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self._alive: list[torch.Tensor] = []  # or an address would be given out twice
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor):
-            self._alive.append(made)
-            self.sizes[made.untyped_storage().data_ptr()] = made.untyped_storage().nbytes()
-        return made
-
-
-@pytest.mark.parametrize(("world", "of_the_rank"), [(1, []), (4, [1_000_000]), (1000, [4000])])
-def test_a_shuffled_order_takes_four_bytes_a_sample_and_a_ranks_own_share(world: int, of_the_rank: list[int]) -> None:
-    with _Storages() as made:
-        indices = epoch_indices(
-            1_000_000, epoch=0, seed=0, shuffle=True, drop_last=False, dp_rank=world - 1, dp_world_size=world
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 64, 999, 5000, 5001, 12_000])
+def test_shares_of_a_long_order_are_every_so_manyth_index_of_it(world: int, drop_last: bool) -> None:
+    order = _shuffled_by_hand(5000, seed=42)
+    whole = order[: 5000 // world * world] if drop_last else (order * 3)[: -(-5000 // world) * world]
+    for rank in {0, 1, world // 2, world - 1}:
+        got = epoch_indices(
+            5000, epoch=3, seed=39, shuffle=True, drop_last=drop_last, dp_rank=rank, dp_world_size=world
         )
-    assert sorted(size for size in made.sizes.values() if size > 0) == [*of_the_rank, 4_000_000]
-    assert isinstance(indices, torch.Tensor)
-    assert indices.untyped_storage().nbytes() == 4 * len(indices) == 4_000_000 // world
+        assert got[:].tolist() == whole[rank::world]
+
+
+class _Memory:
+    """What is allocated inside a ``with``: by NumPy and Python (peak, and what is kept), and by torch's own allocator."""
+
+    def __enter__(self) -> _Memory:
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+        tracemalloc.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.kept_bytes, self.peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        self._profile.__exit__(*error)
+        self.torch_bytes = sum(max(0, event.self_cpu_memory_usage) for event in self._profile.events())
+
+
+@pytest.mark.parametrize(("world", "share"), [(1, 1_000_003), (2, 500_002), (4, 250_001), (1000, 1001)])
+def test_a_shuffled_order_takes_four_bytes_a_sample_and_then_a_ranks_own_share(world: int, share: int) -> None:
+    with _Memory() as memory:
+        indices = epoch_indices(
+            1_000_003, epoch=0, seed=0, shuffle=True, drop_last=False, dp_rank=world - 1, dp_world_size=world
+        )
+    assert len(indices) == share
+    assert 4_000_012 <= memory.peak_bytes < 4_000_012 + 100_000
+    assert 4 * share <= memory.kept_bytes < 4 * share + 100_000
+    assert memory.torch_bytes < 100_000
+
+
+def test_memory_that_torch_allocates_is_seen() -> None:
+    with _Memory() as memory:
+        torch.randperm(1_000_000)
+    assert memory.torch_bytes >= 8_000_000
 
 
 @pytest.mark.parametrize(("shuffle", "method"), [(False, "randperm"), (True, "feistel")])
 def test_an_order_that_is_computed_makes_no_array_of_the_size_of_the_data(shuffle: bool, method: str) -> None:
-    tracemalloc.start()
-    try:
-        with _Storages() as made:
-            indices = epoch_indices(
-                10**12,
-                epoch=0,
-                seed=0,
-                shuffle=shuffle,
-                drop_last=False,
-                dp_rank=2,
-                dp_world_size=3,
-                shuffle_method=method,
-            )
-            batch = batch_of(indices, 8, 40_000_000_000)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    with _Memory() as memory:
+        indices = epoch_indices(
+            10**12,
+            epoch=0,
+            seed=0,
+            shuffle=shuffle,
+            drop_last=False,
+            dp_rank=2,
+            dp_world_size=3,
+            shuffle_method=method,
+        )
+        batch = batch_of(indices, 8, 40_000_000_000)
     assert len(indices) == 333_333_333_334
     assert len(set(batch)) == 8
-    assert max(made.sizes.values(), default=0) < 100_000
-    assert peak_bytes < 1_000_000
+    assert memory.peak_bytes < 1_000_000
+    assert memory.torch_bytes < 100_000
 
 
 def test_ascending_indices_are_those_of_the_positions_at_any_length() -> None:
