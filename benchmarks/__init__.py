@@ -1,0 +1,1 @@
+"""What saving, loading and skipping cost, measured beside what the hardware allows and what people use today."""

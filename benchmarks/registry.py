@@ -1,0 +1,43 @@
+"""The benchmarks by name. A module is imported when its benchmark is asked for, because most of them import torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Mapping
+
+from benchmarks.protocol import Benchmark
+
+# In the order of a whole run.
+MODULES: Mapping[str, str] = {
+    "save": "benchmarks.subjects.save",
+    "load": "benchmarks.subjects.load",
+    "small": "benchmarks.subjects.small",
+    "async": "benchmarks.subjects.asynchronous",
+    "digests": "benchmarks.subjects.digests",
+    "ranks": "benchmarks.subjects.ranked",
+    "planning": "benchmarks.subjects.planning",
+    "nothing-when-off": "benchmarks.subjects.nothing_when_off",
+    "data-resume": "benchmarks.subjects.data_resume",
+}
+
+
+def all_benchmarks() -> list[Benchmark]:
+    """All of :data:`MODULES`, in their order."""
+    return [find(name) for name in MODULES]
+
+
+def find(name: str) -> Benchmark:
+    """Return the benchmark called ``name``; a name with a dot is a module's that has a ``BENCHMARK``.
+
+    Raises:
+        ValueError: there is none; the message lists those that there are.
+    """
+    module = MODULES.get(name, name if "." in name else "")
+    found = None
+    if module:
+        with contextlib.suppress(ModuleNotFoundError):
+            found = getattr(importlib.import_module(module), "BENCHMARK", None)
+    if not isinstance(found, Benchmark):
+        raise ValueError(f"no benchmark is called {name!r}; known: {', '.join(MODULES)}")
+    return found

@@ -1,0 +1,106 @@
+"""Asynchronous saves: how long training stands still, how long until the save is durable, and what it takes in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import limits, ours, peers, states
+from benchmarks.protocol import (
+    GB,
+    PAYLOAD,
+    Benchmark,
+    Contender,
+    Context,
+    Figure,
+    Point,
+    Scenario,
+    compared,
+    size_points,
+)
+from benchmarks.subjects.save import check_through_stock, deleting
+
+MEMCPY = "memcpy"
+
+
+def build(point: Point, context: Context) -> Scenario:
+    """The timed call is the one that training waits for; what it leaves running is waited for before the next contender."""
+    layout = states.large(point.value * GB)
+    state, room = layout.state(), states.State()
+    library = ours.Ours(context.folder / "ours")
+    stock = [(peers.STOCK_ASYNC, peers.StockAsync(cached=False))]
+    absent = {}
+    if peers.has_cached_stager():
+        stock.append((peers.STOCK_CACHED_ASYNC, peers.StockAsync(cached=True)))
+    else:
+        absent[peers.STOCK_CACHED_ASYNC] = "this torch has no stager to keep"
+    contenders = [
+        Contender(
+            name=MEMCPY,
+            role="limit",
+            prepare=lambda: room.update(layout.zeros()),
+            before=lambda: states.poison(room),
+            call=lambda: limits.copy(state, room),
+            check=lambda _: states.check_equal(room, layout),
+            note="torch's copy_ into memory that was written to before",
+        ),
+        Contender(
+            name=ours.ASYNC,
+            role="ours",
+            before=library.forget_step,
+            call=lambda: library.save_async(state),
+            settle=library.wait,
+            check=lambda _: check_through_stock(library.newest(), layout),
+            is_weighed=True,
+            note="durable means committed, and found as LATEST after a power cut",
+        ),
+        *(
+            _stock(name, peer, state, layout, context.folder / f"stock_{place}")
+            for place, (name, peer) in enumerate(stock)
+        ),
+    ]
+
+    def close() -> None:
+        for _, peer in stock:
+            peer.close()
+
+    return Scenario(
+        payload_bytes=layout.bytes_in_all, contenders=contenders, figures=_figures(), absent=absent, close=close
+    )
+
+
+def _stock(name: str, peer: peers.StockAsync, state: states.State, layout: states.Layout, path: Path) -> Contender:
+    return Contender(
+        name=name,
+        role="peer",
+        before=deleting(path),
+        call=lambda: peer.save(state, path),
+        settle=peer.wait,
+        check=lambda _: check_through_stock(path, layout),
+        is_weighed=True,
+    )
+
+
+def _figures() -> list[Figure]:
+    stock = (peers.STOCK_ASYNC, peers.STOCK_CACHED_ASYNC)
+    return [
+        Figure(
+            text="blocked time of an async save, of one memcpy's",
+            above=(ours.ASYNC,),
+            below=MEMCPY,
+            relation="at most",
+            bound=1.2,
+        ),
+        Figure(
+            text="peak extra memory of an async save, in payloads (5% for what is no tensor)",
+            above=(ours.ASYNC,),
+            below=PAYLOAD,
+            quantity="peak_bytes",
+            relation="at most",
+            bound=2.05,
+        ),
+        *compared(ours.ASYNC, stock, "blocked time"),
+        *compared(ours.ASYNC, stock, "time until durable", "settled_seconds"),
+    ]
+
+
+BENCHMARK = Benchmark(name="async", title="Asynchronous save", points=size_points, build=build)
