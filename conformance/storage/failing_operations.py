@@ -7,15 +7,14 @@ what a real one leaves: a full disk takes half of a write.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from hyper_resume.checkpoint.operations import FileOperations, OutputFile
+from hyper_resume.checkpoint.operations import FileOperations, InputFile, OutputFile
 
 _CHANGING = frozenset(
     ("make_directory", "create", "write", "sync", "rename", "exchange", "remove", "remove_directory", "sync_directory")
@@ -82,6 +81,11 @@ class FailingOperations(FileOperations):
         self.unsynced: set[Path] = set()
         self.removed_early = ""
         self._half_moved: dict[Path, Path] = {}
+
+    @property
+    def error(self) -> str:
+        """What the fault is; "" without one."""
+        return "" if self._fault is None else self._fault.error
 
     def mend(self) -> None:
         """The disk is well again."""
@@ -157,7 +161,7 @@ class FailingOperations(FileOperations):
             moved: source for moved, source in self._half_moved.items() if path not in (source, moved.parent)
         }
 
-    def open_read(self, path: Path) -> BinaryIO:
+    def open_read(self, path: Path) -> InputFile:
         """As the real one; what it returns is counted too."""
         self._try("open_read", path)
         with super().open_read(path) as file:
@@ -195,11 +199,18 @@ class _FailingFile(OutputFile):
         super().sync()
 
 
-class _FailingReader(io.FileIO):
+class _FailingReader(InputFile):
     def __init__(self, descriptor: int, path: Path, operations: FailingOperations) -> None:
-        super().__init__(descriptor, "rb")
-        self._path = path
+        # Short reads need a file that is read: a mapped one has none.
+        self.may_map = operations.error != SHORT_READ
+        super().__init__(descriptor, path)
         self._operations = operations
+
+    def bring(self, offset: int, length: int) -> None:
+        error = "" if self._map is None else self._operations.meet("read", self.path)
+        if error:
+            raise os_error(error, self.path)
+        super().bring(offset, length)
 
     def read(self, size: int | None = -1, /) -> Any:
         return self._limited(-1 if size is None else size, super().read)
@@ -212,14 +223,14 @@ class _FailingReader(io.FileIO):
         return self._limited(len(view), lambda size: super(_FailingReader, self).readinto(view[:size]))
 
     def _limited(self, size: int, read: Any) -> Any:
-        error = self._operations.meet("read", self._path)
+        error = self._operations.meet("read", self.path)
         if error == SHORT_READ:
             left = max(0, os.fstat(self.fileno()).st_size - self.tell())
             wanted = left if size < 0 else min(size, left)
             # 0 would say that the file ends here.
             return read(max(1, wanted // 2)) if wanted else read(size)
         if error:
-            raise os_error(error, self._path)
+            raise os_error(error, self.path)
         return read(size)
 
 

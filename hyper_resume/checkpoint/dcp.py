@@ -27,7 +27,7 @@ from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase
 from hyper_resume.checkpoint.filesystem import ShardWriter
 from hyper_resume.checkpoint.manifest import FileEntry, Manifest
 from hyper_resume.checkpoint.planner import MODEL_BUCKET, check_model_entries
-from hyper_resume.checkpoint.reading import load_entries, read_metadata
+from hyper_resume.checkpoint.reading import load_entries, read_training_state
 from hyper_resume.checkpoint.retention import Retention
 from hyper_resume.checkpoint.root import WritableRoot
 from hyper_resume.checkpoint.saving import Attempt, draft_manifest, mesh_of
@@ -261,8 +261,8 @@ class DistributedCheckpointer(CheckpointerBase):
         """Fill ``state`` in place from ``path``; every rank calls it.
 
         1. all ranks: the files are held against the manifest, and the entries against what is asked for; 2. each rank: reads
-        its training state, and its part of the tensors into buffers; 3. all ranks: digests of what was read against those of
-        the save, and ``check_loaded``; 4. each rank: writes to ``state``. An error before 4 leaves ``state`` as it was.
+        its training state, and looks at its part of the tensors in the files; 3. all ranks: digests of what was read against
+        those of the save, and ``check_loaded``; 4. each rank: writes to ``state``. Until then it is left as it was.
 
         Returns:
             this rank's training state, or {} when ``extra_state_skeleton`` is None. After a change of the world size it
@@ -275,9 +275,8 @@ class DistributedCheckpointer(CheckpointerBase):
         self.maybe_wait_for_async_save()
         directory, group = Path(path), self._group()
         with_training_state = extra_state_skeleton is not None
-        manifest = self._verified(directory, training_state=with_training_state)
+        manifest, metadata = self._verified(directory, training_state=with_training_state)
         self._proved = None
-        metadata = collective.agree(lambda: read_metadata(directory, manifest), group)
         save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata, manifest), group)
         model, _ = flatten_state_dict({MODEL_BUCKET: state.get(MODEL_BUCKET, {})})
         collective.agree(lambda: check_model_entries(model, metadata, strict=strict_model, where=path), group)
@@ -287,14 +286,14 @@ class DistributedCheckpointer(CheckpointerBase):
             collective.agree(lambda: check_training_state(training_state, save_id, directory), group)
             lacking = sorted(set(extra_state_skeleton) - set(training_state))
             collective.agree(lambda: extra.refuse_part(path, lacking), group)
-        buffers = collective.agree(lambda: loading.Buffers(state, metadata), group)
-        collective.agree(lambda: buffers.refuse_other_kinds(metadata, path), group)
-        self._dcp_load(buffers.flat, directory, metadata, strict_model=strict_model)
-        self._accept(path, buffers, training_state, manifest, state)
-        collective.agree(buffers.fill, group)
+        incoming = collective.agree(lambda: loading.Incoming(state, metadata), group)
+        collective.agree(lambda: incoming.refuse_other_kinds(metadata, path), group)
+        incoming.take(collective.agree(lambda: load_entries(incoming.wanted, directory, metadata), group))
+        self._accept(path, incoming, training_state, manifest, state)
+        collective.agree(incoming.fill, group)
         return training_state
 
-    def _verified(self, directory: Path, *, training_state: bool) -> Manifest | None:
+    def _verified(self, directory: Path, *, training_state: bool) -> tuple[Manifest | None, Metadata]:
         """Verify what this process has not just verified, while it looked for the newest good one or asked what is in it."""
         parts: set[loading.Part] = {"weights", "training state"} if training_state else {"weights"}
         proved = self._proved
@@ -303,13 +302,17 @@ class DistributedCheckpointer(CheckpointerBase):
         if not parts <= proved.parts:
             proved.manifest = loading.verify(directory, self._verify, self._group(), parts=parts - proved.parts)
             proved.parts |= parts
+        if proved.metadata is None:
+            proved.metadata = collective.agree(
+                lambda: loading.check_description(directory, proved.manifest), self._group()
+            )
         self._proved = proved
-        return proved.manifest
+        return proved.manifest, proved.metadata
 
     def _accept(
         self,
         path: str,
-        buffers: loading.Buffers,
+        incoming: loading.Incoming,
         training_state: dict[str, Any],
         manifest: Manifest | None,
         state: dict[str, Any],
@@ -319,10 +322,10 @@ class DistributedCheckpointer(CheckpointerBase):
         saved = loading.saved_digests(manifest, mesh_of(state))
 
         def check() -> dict[str, str]:
-            found = {**buffers.digests(), **extra.bucket_digests(training_state)}
-            loading.compare_digests(saved, found, buffers.not_as_saved(manifest), path)
+            found = {**incoming.digests(), **extra.bucket_digests(training_state)}
+            loading.compare_digests(saved, found, incoming.not_as_saved(manifest), path)
             if self.check_loaded is not None:
-                self.check_loaded(buffers.nested(), training_state)
+                self.check_loaded(incoming.nested(), training_state)
             return found
 
         loaded = collective.agree(check, group)
@@ -332,7 +335,7 @@ class DistributedCheckpointer(CheckpointerBase):
             verified="no manifest" if manifest is None else self._verify,
             saved=saved,
             loaded=loaded,
-            unread=_common(collective.gather(buffers.unread, group)),
+            unread=_common(collective.gather(incoming.unread, group)),
         )
 
     def _read_extra_state(self, directory: Path, metadata: Metadata, manifest: Manifest | None) -> dict[str, Any]:
@@ -371,16 +374,7 @@ class DistributedCheckpointer(CheckpointerBase):
         self, directory: Path, metadata: Metadata, found: extra.ExtraStateLayout, rank: int
     ) -> dict[str, Any]:
         """Read the training state that ``rank`` saved. Collective: all ranks call it, each with the rank it wants."""
-        group = self._group()
-        if found.kind == "per_rank":
-            return collective.agree(lambda: extra.read_file(directory, rank), group)
-        skeleton = {extra.PAYLOAD_KEY: extra.embedded_skeleton(metadata, rank)}
-        self._dcp_load(skeleton, directory, metadata, strict_model=True)
-        loaded = skeleton[extra.PAYLOAD_KEY]
-        return collective.agree(lambda: extra.unwrap_embedded(loaded, rank, str(directory)), group)
-
-    def _dcp_load(self, state: dict[str, Any], directory: Path, metadata: Metadata, *, strict_model: bool) -> None:
-        load_entries(state, directory, strict_model=strict_model, metadata=metadata, **self._distribution())
+        return collective.agree(lambda: read_training_state(directory, metadata, found, rank), self._group())
 
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
         """Return the newest verified step directory of this root's lineage, as rank 0 sees it, on every rank.
@@ -420,8 +414,7 @@ class DistributedCheckpointer(CheckpointerBase):
         self.maybe_wait_for_async_save()
         directory = Path(path)
         # In the order of a load: what is damaged is called so, and not taken for a description.
-        manifest = self._verified(directory, training_state=False)
-        metadata = collective.agree(lambda: read_metadata(directory, manifest), self._group())
+        _, metadata = self._verified(directory, training_state=False)
         return {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             if isinstance(entry, TensorStorageMetadata)
@@ -458,6 +451,7 @@ class _Proved:
 
     directory: Path
     manifest: Manifest | None = None
+    metadata: Metadata | None = None
     parts: set[loading.Part] = field(default_factory=set)
 
 

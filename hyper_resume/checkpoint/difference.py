@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.checkpoint import loading
 from hyper_resume.checkpoint.attempt import SAVE_ID
-from hyper_resume.checkpoint.inspect import read_training_state
 from hyper_resume.checkpoint.manifest import Manifest
-from hyper_resume.checkpoint.reading import load_entries, read_metadata
+from hyper_resume.checkpoint.reading import load_entries, read_training_state
 from hyper_resume.errors import CheckpointNotFoundError
 
 _BATCH_BYTES = 256 << 20
@@ -66,7 +65,7 @@ def compare(first: str | Path, second: str | Path) -> Iterator[Difference]:
 
 def _open(directory: Path) -> _Side:
     manifest = loading.verify(directory, "digest", None)
-    return _Side(directory, read_metadata(directory, manifest), manifest)
+    return _Side(directory, loading.check_description(directory, manifest), manifest)
 
 
 def _compare_entries(one: _Side, other: _Side) -> Iterator[Difference]:
@@ -115,15 +114,7 @@ def _size_bytes(entry: Any) -> int:
 
 
 def _read(side: _Side, names: Sequence[str]) -> dict[str, Any]:
-    entries = side.metadata.state_dict_metadata
-    state: dict[str, Any] = {}
-    for name in names:
-        entry = entries[name]
-        state[name] = (
-            torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
-        )
-    load_entries(state, side.directory, metadata=side.metadata, no_dist=True)
-    return state
+    return load_entries(dict.fromkeys(names), side.directory, side.metadata)
 
 
 def _compare_training_states(one: _Side, other: _Side) -> Iterator[Difference]:

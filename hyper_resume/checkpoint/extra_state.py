@@ -36,10 +36,6 @@ from hyper_resume.errors import (
 FORMAT_VERSION = 1
 DIRECTORY_NAME = "extra_state"
 PAYLOAD_KEY = "extra_state"
-# No checkpoint can hold this step. It is put where the step will be read to, and if it is still there afterwards, then
-# nothing was read.
-UNRESTORED_STEP = -1
-
 # What marks a training state as one rank's of one save; no bucket of the trainer.
 MARKS = frozenset({"format_version", "rank", "world_size", "save_id"})
 PROGRESS = "progress"
@@ -196,26 +192,33 @@ def embed(extra_state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return {embedded_key(rank): {bucket: (value,) for bucket, value in extra_state.items()}}
 
 
-def embedded_skeleton(metadata: Metadata, rank: int) -> dict[str, Any]:
-    """Return what DCP must fill to read one rank's embedded state, with the sentinel in place of the step."""
-    skeleton: dict[str, Any] = {"global_step": (UNRESTORED_STEP,)}
-    for name in metadata.state_dict_metadata:
-        match = _EMBEDDED.fullmatch(name)
-        if match and int(match.group(1)) == rank:
-            skeleton.setdefault(match.group(2), (None,))
-    return {embedded_key(rank): skeleton}
+def embedded_names(metadata: Metadata, rank: int) -> dict[str, str]:
+    """Return part of the training state -> the entry that holds one rank's."""
+    matches = map(_EMBEDDED.fullmatch, metadata.state_dict_metadata)
+    return {match.group(2): match.group(0) for match in matches if match and int(match.group(1)) == rank}
 
 
-def unwrap_embedded(loaded: Mapping[str, Any], rank: int, where: str) -> dict[str, Any]:
-    """Turn a filled skeleton into the training state.
+def unwrap_embedded(values: Mapping[str, Any], rank: int, where: str) -> dict[str, Any]:
+    """Turn the values of one rank's entries into its training state.
 
     Raises:
-        CheckpointNotFoundError: the sentinel is still there, so the checkpoint had no such entry.
+        CheckpointNotFoundError: the step is not among them.
+        CheckpointMismatchError: they are not as they are embedded.
     """
-    state = {bucket: value[0] for bucket, value in loaded[embedded_key(rank)].items()}
-    if state["global_step"] == UNRESTORED_STEP:
+    if "global_step" not in values:
         raise missing_training_state(where, f"no embedded extra_state of rank {rank}")
-    return checked_format(state, where, rank)
+    wrong = sorted(key for key, value in values.items() if not (isinstance(value, tuple) and len(value) == 1))
+    if wrong:
+        raise CheckpointMismatchError(
+            describe(
+                f"embedded extra_state of rank {rank} is not as a save embeds it",
+                where=where,
+                expected="each part in a tuple of one",
+                found=f"{wrong[0]}: {type(values[wrong[0]]).__name__}",
+                do="resume from another checkpoint",
+            )
+        )
+    return checked_format({key: value[0] for key, value in values.items()}, where, rank)
 
 
 def checked_format(state: Any, where: str, rank: int) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.checkpoint.attempt import SAVE_ID
+from hyper_resume.checkpoint.description import read_metadata, require_complete
 from hyper_resume.checkpoint.layout import parse_step
 from hyper_resume.checkpoint.manifest import read_manifest
-from hyper_resume.checkpoint.reading import load_entries, read_metadata
+from hyper_resume.checkpoint.reading import read_training_state
 from hyper_resume.errors import CheckpointNotFoundError
 
 
@@ -71,10 +72,12 @@ def inspect_step_directory(path: str | Path) -> Inspection:
         CheckpointMismatchError: its metadata or an extra-state file can't be read.
     """
     directory = Path(path)
-    metadata = read_metadata(directory)
+    require_complete(directory)
+    manifest = read_manifest(directory)
+    metadata = read_metadata(directory, manifest)
     files = [file for file in directory.rglob("*") if file.is_file()]
     try:
-        layout = extra.detect(directory, metadata, read_manifest(directory))
+        layout = extra.detect(directory, metadata, manifest)
     except CheckpointNotFoundError:
         kind, ranks = "none", []
     else:
@@ -116,17 +119,6 @@ def _summarise(bucket: str, entries: list[Any]) -> BucketSummary:
         size_bytes=sum(sizes),
         dtypes=tuple(sorted({str(entry.properties.dtype).removeprefix("torch.") for entry in tensors})),
     )
-
-
-def read_training_state(
-    directory: Path, metadata: Metadata, layout: extra.ExtraStateLayout, rank: int
-) -> dict[str, Any]:
-    """Read one rank's training state, in whichever layout, in this process alone."""
-    if layout.kind == "per_rank":
-        return extra.read_file(directory, rank)
-    skeleton = {extra.PAYLOAD_KEY: extra.embedded_skeleton(metadata, rank)}
-    load_entries(skeleton, directory, no_dist=True)
-    return extra.unwrap_embedded(skeleton[extra.PAYLOAD_KEY], rank, str(directory))
 
 
 def _rank_summary(state: dict[str, Any]) -> RankSummary:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from hyper_resume import collective, digest
 from hyper_resume.checkpoint import layout, operations, safe_load
-from hyper_resume.checkpoint.filesystem import read_metadata_file
+from hyper_resume.checkpoint.copying import copy_all, in_threads
+from hyper_resume.checkpoint.description import read_metadata
 from hyper_resume.checkpoint.manifest import (
     MANIFEST_NAME,
     MISSING,
@@ -30,12 +29,12 @@ from hyper_resume.checkpoint.manifest import (
     unlisted_files,
     verify_files,
 )
+from hyper_resume.checkpoint.planner import is_of_kind, kind_of_live, kind_of_stored
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
 
 logger = logging.getLogger(__name__)
 
 Part = Literal["weights", "training state"]
-_MOST_THREADS = 4
 _NAMES_SHOWN = 5
 # Every file carries the id of its save as plain text near its beginning.
 _ATTEMPT = re.compile(rb"global_step_[0-9]{1,18}\.[0-9a-f]{12}")
@@ -67,7 +66,6 @@ def verify(
     """
     manifest = collective.on_rank_zero(lambda: _read_manifest(directory), group)
     if manifest is None:
-        collective.on_rank_zero(lambda: _check_without_manifest(directory), group)
         return None
     rank, world_size = collective.rank(), collective.world_size()
     own = [
@@ -90,8 +88,6 @@ def verify(
                 "checkpoint.restore_train_state=false needs no extra_state",
             )
         )
-    if "weights" in parts:
-        collective.on_rank_zero(lambda: check_description(directory, manifest), group)
     return manifest
 
 
@@ -103,22 +99,17 @@ def wrong_name(directory: Path, manifest: Manifest) -> list[str]:
     return [f"the directory's name says step {step}, its manifest step {manifest.step}"]
 
 
-def _check_without_manifest(directory: Path) -> None:
-    """One that is not even complete is told of by whoever reads its description."""
-    if not layout.why_incomplete(directory):
-        check_description(directory, None)
-
-
 def check_description(directory: Path, manifest: Manifest | None) -> Metadata:
-    """Read ``.metadata`` and hold it against the files.
+    """Read a step directory's description of its entries and hold it against the files.
 
     It may name only files that the manifest knows, as others would be read without a digest; where there is no manifest it
     must not tell of one.
 
     Raises:
+        CheckpointNotFoundError: there is neither a manifest nor a description.
         CheckpointMismatchError: it does not read, or names what is not there; the manifest was lost.
     """
-    metadata = read_metadata_file(directory)
+    metadata = read_metadata(directory, manifest)
     if manifest is None:
         _refuse_lost_manifest(directory, metadata)
     named = {place.relative_path for place in (metadata.storage_data or {}).values()}
@@ -173,11 +164,8 @@ def _refuse_lost_manifest(directory: Path, metadata: Metadata) -> None:
 
 def _verify_in_parallel(directory: Path, manifest: Manifest, names: list[str], *, digests: bool) -> list[str]:
     check = partial(_verify_one, directory, manifest, digests=digests)
-    threads = min(_MOST_THREADS, os.cpu_count() or 1, len(names))
-    if threads < 2 or not digests:
-        return [complaint for name in names if (complaint := check(name))]
-    with ThreadPoolExecutor(threads, thread_name_prefix="hyper_resume-verify") as pool:
-        return [complaint for complaint in pool.map(check, names) if complaint]
+    found = in_threads(check, names) if digests else map(check, names)
+    return [complaint for complaint in found if complaint]
 
 
 def _verify_one(directory: Path, manifest: Manifest, name: str, *, digests: bool) -> str:
@@ -201,21 +189,17 @@ def _origin(path: Path, manifest: Manifest) -> str:
     return f" (it has the content of {same[0]})" if same else ""
 
 
-class Buffers:
-    """Room for what is read, apart from the live tensors."""
+class Incoming:
+    """What is read, apart from the live tensors until all of it is known to be good."""
 
     def __init__(self, state: dict[str, Any], metadata: Metadata) -> None:
-        """Make a buffer for each entry of ``state`` that the checkpoint has."""
+        """Ask for each entry of ``state`` that the checkpoint has."""
         self._state = state
-        flat, self._places = flatten_state_dict(state)
+        self._live, self._places = flatten_state_dict(state)
         stored = metadata.state_dict_metadata
-        self.flat: dict[str, Any] = {
-            name: torch.empty_like(value, requires_grad=False) if isinstance(value, torch.Tensor) else value
-            for name, value in flat.items()
-            if name in stored
-        }
-        self._live = flat
-        self.unread = tuple(sorted(_bucket_entries(stored, set(state)) - set(flat)))
+        self.wanted = {name: value for name, value in self._live.items() if name in stored}
+        self.unread = tuple(sorted(_bucket_entries(stored, set(state)) - set(self._live)))
+        self._read: dict[str, Any] = {}
 
     def refuse_other_kinds(self, metadata: Metadata, where: str) -> None:
         """Refuse an entry of another shape or type than the live one; a copy would convert it without a word.
@@ -223,23 +207,26 @@ class Buffers:
         Raises:
             CheckpointMismatchError: names the entry.
         """
-        for name, value in self.flat.items():
+        for name, value in self.wanted.items():
             entry = metadata.state_dict_metadata[name]
-            wanted, found = _kind(value), _kind(entry)
-            if wanted != found:
+            if not is_of_kind(value, entry):
                 raise CheckpointMismatchError(
                     describe(
                         f"entry {name} does not fit",
                         where=where,
-                        expected=f"{wanted} (the running job)",
-                        found=f"{found} (the checkpoint)",
+                        expected=f"{kind_of_live(value)} (the running job)",
+                        found=f"{kind_of_stored(entry)} (the checkpoint)",
                         do="resume with the configuration that was saved",
                     )
                 )
 
+    def take(self, found: dict[str, Any]) -> None:
+        """Take what was read for ``wanted``."""
+        self._read = found
+
     def nested(self) -> dict[str, Any]:
         """Return the state as it will be, in the form of the live one."""
-        found: dict[str, Any] = unflatten_state_dict({**self._live, **self.flat}, self._places)
+        found: dict[str, Any] = unflatten_state_dict({**self._live, **self._read}, self._places)
         return found
 
     def not_as_saved(self, manifest: Manifest | None) -> set[str]:
@@ -249,26 +236,19 @@ class Buffers:
         return {bucket for bucket in asked if saved.get(bucket) != asked[bucket]}
 
     def digests(self) -> dict[str, str]:
-        """Bucket -> digest of what is in the buffers."""
-        return bucket_digests({**self._live, **self.flat})
+        """Bucket -> digest of what was read."""
+        return bucket_digests({**self._live, **self._read})
 
     def fill(self) -> None:
         """Write to the live state what was read. Nothing here can fail for the checkpoint's sake."""
-        with torch.no_grad():
-            for name, value in self.flat.items():
-                live = self._live[name]
-                if isinstance(live, torch.Tensor):
-                    live.detach().copy_(value)
-                else:
-                    set_element(self._state, self._places[name], value)
-
-
-def _kind(entry: Any) -> str:
-    if isinstance(entry, torch.Tensor):
-        return f"shape {tuple(entry.shape)}, {entry.dtype}"
-    if isinstance(entry, TensorStorageMetadata):
-        return f"shape {tuple(entry.size)}, {entry.properties.dtype}"
-    return "no tensor"
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, value in self._read.items():
+            live = self._live[name]
+            if isinstance(live, torch.Tensor):
+                pairs.append((live, value))
+            else:
+                set_element(self._state, self._places[name], value)
+        copy_all(pairs)
 
 
 def _bucket_entries(stored: Mapping[str, Any], buckets: set[str]) -> set[str]:
@@ -276,11 +256,12 @@ def _bucket_entries(stored: Mapping[str, Any], buckets: set[str]) -> set[str]:
 
 
 def bucket_digests(flat: Mapping[str, Any]) -> dict[str, str]:
-    """Return bucket -> digest of this rank's part of a flattened payload."""
+    """Return bucket -> digest of this rank's part of a flattened payload; a thread a bucket."""
     buckets: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
         buckets.setdefault(name.split(".", 1)[0], {})[name] = value
-    return {bucket: digest.state_text(entries) for bucket, entries in buckets.items()}
+    found = in_threads(digest.state_text, list(buckets.values()))
+    return dict(zip(buckets, found, strict=True))
 
 
 def name_digests(flat: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hyper_resume import digest
 from hyper_resume.checkpoint import operations
@@ -29,7 +29,7 @@ MISSING = "it is missing"
 MOST_ANCESTORS = 512
 # 10,000 ranks with seven buckets and two files each make about 10 MB.
 _MOST_BYTES = 256 << 20
-_CHUNK = 8 << 20
+_WINDOW_BYTES = 32 << 20
 _MOST_SHOWN = 500
 # One directory level at most; neither hidden by a leading dot below one, nor able to leave the step directory.
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)?[A-Za-z0-9_][A-Za-z0-9_.-]*|\.[A-Za-z0-9_.-]+")
@@ -280,12 +280,14 @@ def digest_file(path: Path) -> str:
         OSError: it can't be read.
     """
     with operations.current().open_read(path) as file:
-        return digest.digest_bytes(_chunks(file))
+        return digest.digest_bytes(_windows(file))
 
 
-def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    while chunk := file.read(_CHUNK):
-        yield chunk
+def _windows(file: operations.InputFile) -> Iterator[memoryview]:
+    for offset in range(0, file.size_bytes, _WINDOW_BYTES):
+        length = min(_WINDOW_BYTES, file.size_bytes - offset)
+        file.bring(offset, length)
+        yield file.part(offset, length)
 
 
 def unlisted_files(directory: Path, manifest: Manifest) -> list[str]:

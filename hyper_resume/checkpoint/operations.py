@@ -9,18 +9,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import io
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 Buffer = bytes | bytearray | memoryview
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # Linux moves at most this much with one write; asking for more gives a short one.
 _MOST_AT_ONCE = 0x7FFFF000
+# Linux 5.14: brings pages in now and tells of an error, where touching them would end the process with SIGBUS.
+_POPULATE_READ = 22
 
 
 class OutputFile:
@@ -82,6 +84,66 @@ class OutputFile:
         self.close()
 
 
+class InputFile(io.FileIO):
+    """A file to read, or to look into: :meth:`part` gives its bytes without a copy where the system can map it.
+
+    :meth:`bring` tells of errors; what it brought is then in memory. A mapped file that somebody cuts off afterwards ends the
+    process (SIGBUS) when its missing bytes are touched.
+    """
+
+    may_map = True
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        """Own ``descriptor``; ``path`` is for messages."""
+        super().__init__(descriptor, "rb")
+        self.path = path
+        self.size_bytes = os.fstat(descriptor).st_size
+        self._map = _mapped(descriptor, self.size_bytes) if self.may_map else None
+
+    def bring(self, offset: int, length: int) -> None:
+        """Have bytes read that will be looked at, where they are mapped.
+
+        Raises:
+            OSError: they can't be.
+        """
+        if self._map is not None and length:
+            begin = offset - offset % mmap.PAGESIZE
+            self._map.madvise(_POPULATE_READ, begin, offset + length - begin)
+
+    def part(self, offset: int, length: int) -> memoryview:
+        """Return bytes of the file, fewer where it ends before; writing to them does not change the file.
+
+        Raises:
+            OSError: they can't be read.
+        """
+        if self._map is not None:
+            return memoryview(self._map)[offset : offset + length]
+        content = memoryview(bytearray(max(0, min(length, self.size_bytes - offset))))
+        self.seek(offset)
+        done = 0
+        while done < len(content) and (count := self.readinto(content[done:])):
+            done += count
+        return content[:done]
+
+    def close(self) -> None:
+        """Close the file; a map lives as long as any part of it is in use."""
+        self._map = None
+        super().close()
+
+
+def _mapped(descriptor: int, size: int) -> mmap.mmap | None:
+    """Map a file copy-on-write; None where file system or kernel can't."""
+    if not size:
+        return None
+    try:
+        found = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+        found.madvise(_POPULATE_READ, 0, min(size, mmap.PAGESIZE))
+    except (OSError, AttributeError):
+        # Too old a kernel, or no madvise; or the first page can't be read, and then reading it says so better.
+        return None
+    return found
+
+
 class FileOperations:
     """The real ones, on a POSIX file system. All of them raise ``OSError``."""
 
@@ -134,11 +196,11 @@ class FileOperations:
         finally:
             os.close(descriptor)
 
-    def open_read(self, path: Path) -> BinaryIO:
+    def open_read(self, path: Path) -> InputFile:
         """Open for reading; a link in the last place is refused (``OSError``)."""
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            return io.FileIO(descriptor, "rb")
+            return InputFile(descriptor, path)
         except BaseException:
             os.close(descriptor)
             raise

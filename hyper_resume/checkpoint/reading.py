@@ -1,78 +1,69 @@
-"""Reading a step directory through DCP: its metadata, the sizes of its files, its entries."""
+"""Reading entries of a step directory, and a rank's training state."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from hyper_resume.checkpoint import layout, safe_load
-from hyper_resume.checkpoint.filesystem import SafeReader, read_metadata_file
-from hyper_resume.checkpoint.manifest import METADATA_NAME, Manifest
-from hyper_resume.checkpoint.planner import _ModelStrictLoadPlanner
-from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, HyperResumeError, describe
+from hyper_resume.checkpoint import extra_state as extra
+from hyper_resume.checkpoint import safe_load
+from hyper_resume.checkpoint.entries import Entries
+from hyper_resume.errors import CheckpointMismatchError, HyperResumeError, describe
 
 
-def load_entries(
-    state: dict[str, Any],
-    directory: Path,
-    *,
-    strict_model: bool = True,
-    metadata: Metadata | None = None,
-    **distribution: Any,
-) -> None:
-    """Fill ``state`` in place through DCP.
+def load_entries(wanted: Mapping[str, Any], directory: Path, metadata: Metadata) -> dict[str, Any]:
+    """Read entries, in this process alone.
 
     Args:
-        state: what to fill.
+        wanted: names of entries; to each a tensor or sharded tensor of its type and shape, whose part is read, or anything else
+            for all of the entry.
         directory: the step directory.
-        strict_model: a model entry that the checkpoint lacks is an error.
-        metadata: the directory's, where it was read already.
-        distribution: passed on (``process_group``, ``no_dist``).
+        metadata: its own description.
+
+    Returns:
+        name -> what was read. Tensors are on the CPU, may be views of the file, and are not to be written to.
 
     Raises:
-        CheckpointMismatchError: on every rank, when any rank could not read its part.
+        CheckpointMismatchError: something could not be read.
     """
-    planner = _ModelStrictLoadPlanner(strict_model=strict_model, where=str(directory))
+    described = metadata.state_dict_metadata
     try:
-        dcp_load(state, storage_reader=SafeReader(directory, metadata), planner=planner, **distribution)
-    except CheckpointException as error:
-        # Derives from BaseException, so it would pass every `except Exception` on its way up.
-        first = error.failures[min(error.failures)][0]
-        if isinstance(first, HyperResumeError):
-            raise first from error
+        with Entries(directory, metadata) as entries:
+            entries.bring(wanted)
+            return {
+                name: entries.tensor(name, live if isinstance(live, torch.Tensor) else None)
+                if isinstance(described[name], TensorStorageMetadata)
+                else entries.value(name)
+                for name, live in wanted.items()
+            }
+    except HyperResumeError:
+        raise
+    except Exception as error:
         raise CheckpointMismatchError(
             describe(
                 "the checkpoint can't be read",
-                where=f"{directory}, rank {min(error.failures)}",
-                found=safe_load.reason_of(first),
+                where=str(directory),
+                found=safe_load.reason_of(error),
                 do="verify the files, or resume from another checkpoint",
             )
         ) from error
 
 
-def read_metadata(directory: Path, manifest: Manifest | None = None) -> Metadata:
-    """Read a step directory's own description; with its ``manifest``, which was verified, nothing else is asked of it.
+def read_training_state(
+    directory: Path, metadata: Metadata, layout: extra.ExtraStateLayout, rank: int
+) -> dict[str, Any]:
+    """Read the training state that ``rank`` saved, in whichever layout, in this process alone.
 
     Raises:
-        CheckpointNotFoundError: it is missing or incomplete.
-        CheckpointMismatchError: it can't be decoded.
+        CheckpointNotFoundError: there is none.
+        CheckpointMismatchError: it can't be decoded, is of a newer format, or was written by another rank.
     """
-    incomplete = "" if manifest is not None else layout.why_incomplete(directory)
-    if incomplete:
-        root_hint = (directory / layout.POINTER_NAME).exists()
-        raise CheckpointNotFoundError(
-            describe(
-                "not a complete checkpoint",
-                where=str(directory),
-                expected=f"a step directory with its {METADATA_NAME}",
-                found="no such directory" if not directory.is_dir() else incomplete,
-                do="name one global_step_N of this directory, or use LATEST with checkpoint.checkpoint_dir"
-                if root_hint
-                else "name a complete global_step_N directory",
-            )
-        )
-    return read_metadata_file(directory)
+    if layout.kind == "per_rank":
+        return extra.read_file(directory, rank)
+    names = extra.embedded_names(metadata, rank)
+    values = load_entries(dict.fromkeys(names.values()), directory, metadata)
+    return extra.unwrap_embedded({key: values[name] for key, name in names.items()}, rank, str(directory))

@@ -233,7 +233,7 @@ def test_saving_a_step_again_replaces_it_whole(tmp_path: Path) -> None:
     save(tmp_path, 2, NEW)
     assert value_of(tmp_path / "global_step_2") == NEW
     names = sorted(name for name, kind in listing(tmp_path / "global_step_2").items() if kind != "folder")
-    assert names == [".metadata", "__0_0.distcp", "extra_state/extra_state_rank_0.pt", "manifest.json"]
+    assert names == [".metadata", "__0_0.distcp", "extra_state/extra_state_rank_0.pt", "index.json", "manifest.json"]
     assert list((tmp_path / ".staging").iterdir()) == []
 
 

@@ -1,0 +1,83 @@
+"""Work on many tensors at memory speed: in several threads, and small ones many at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+MOST_THREADS = 4
+# Smaller ones cost more to hand to a thread than to copy.
+_SMALL_BYTES = 256 << 10
+
+
+def in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return ``function`` of each item, in order, computed by a few threads.
+
+    Raises:
+        Exception: whatever ``function`` raised for the first item that it failed for.
+    """
+    count = min(MOST_THREADS, os.cpu_count() or 1, len(items))
+    if count < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(count, thread_name_prefix="hyper_resume-io") as pool:
+        return [future.result() for future in [start(pool, function, item) for item in items]]
+
+
+def start(pool: ThreadPoolExecutor, function: Callable[[T], R], item: T) -> Future[R]:
+    """Have it computed in ``pool``, or here and now where the interpreter ends and starts no threads any more."""
+    try:
+        return pool.submit(function, item)
+    except RuntimeError:
+        done: Future[R] = Future()
+        try:
+            done.set_result(function(item))
+        except BaseException as error:  # noqa: BLE001  raised again by whoever asks for the result
+            done.set_exception(error)
+        return done
+
+
+def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second of each pair into the first; of sharded ones this rank's part.
+
+    Tensors that share memory are written in the order of ``pairs``, by one thread.
+    """
+    small: list[tuple[torch.Tensor, torch.Tensor]] = []
+    large: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    with torch.no_grad():
+        whole = [(_local(target), _local(source)) for target, source in pairs]
+    # One memory may be written by both groups only if all of it is; then the small ones come last, as a whole.
+    shared = {target.untyped_storage().data_ptr() for target, _ in whole if target.nbytes >= _SMALL_BYTES}
+    for target, source in whole:
+        memory = target.untyped_storage().data_ptr()
+        if memory in shared:
+            large.setdefault(memory, []).append((target, source))
+        else:
+            small.append((target, source))
+    in_threads(_copy_in_order, list(large.values()))
+    _copy_many(small)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _copy_in_order(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    # Whether gradients are recorded is each thread's own setting.
+    with torch.no_grad():
+        for target, source in pairs:
+            target.copy_(source)
+
+
+def _copy_many(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if pairs:
+        with torch.no_grad():
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

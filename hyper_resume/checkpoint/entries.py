@@ -1,0 +1,203 @@
+"""The entries of a step directory: looked at where they lie in its files, and copied only where they have to be put together.
+
+Of this library's directories and of stock DCP's. Nothing outside the directory is opened, and no code from it is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from hyper_resume.checkpoint import archive, operations, safe_load
+from hyper_resume.checkpoint.copying import MOST_THREADS, in_threads
+from hyper_resume.errors import CheckpointMismatchError, describe
+
+# Files are brought in by ranges; what is not wanted is not, unless it is little.
+_SMALL_GAP_BYTES = 1 << 20
+_MOST_AT_ONCE_BYTES = 256 << 20
+
+
+class Entries:
+    """Reads entries of one step directory. Use as a context; tensors that it gave stay valid afterwards."""
+
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        """Read from ``directory``, whose own description is ``metadata``."""
+        self._directory = directory
+        self._described = metadata.state_dict_metadata
+        self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
+        self._files: dict[str, operations.InputFile] = {}
+
+    def __enter__(self) -> Entries:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def bring(self, names: Iterable[str]) -> None:
+        """Have the bytes of these entries read, so that an error is told here. What another rank alone needs is read too.
+
+        Raises:
+            OSError: they can't be read.
+            CheckpointMismatchError: a file is missing or is none of the checkpoint.
+        """
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for name in names:
+            for place in self._places_of(name):
+                ranges.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
+        for file_name, found in sorted(ranges.items()):
+            file = self._file(file_name)
+            pieces = [piece for begin, end in _merged(found) for piece in _pieces(begin, min(end, file.size_bytes))]
+            in_threads(lambda piece, file=file: file.bring(*piece), pieces)  # type: ignore[misc]  # bound now
+
+    def _places_of(self, name: str) -> list[_StorageInfo]:
+        entry = self._described[name]
+        if isinstance(entry, TensorStorageMetadata):
+            return [self._places[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
+        return [self._places[MetadataIndex(name)]]
+
+    def _file(self, name: str) -> operations.InputFile:
+        file = self._files.get(name)
+        if file is None:
+            path = safe_load.check_contained(self._directory, name)
+            file = self._files[name] = operations.current().open_read(path)
+        return file
+
+    def value(self, name: str) -> Any:
+        """Return an entry that is no tensor: plain values, and tensors on the CPU.
+
+        Raises:
+            CheckpointMismatchError: it is damaged, or holds anything else.
+        """
+        # One rank wrote the entry and any rank may read it, so a device in it says nothing about where it belongs.
+        content, where = self._content(name, self._places[MetadataIndex(name)])
+        return safe_load.load_plain(content, where)
+
+    def tensor(self, name: str, live: torch.Tensor | None) -> torch.Tensor:
+        """Return this rank's part of an entry, in the form of ``live``.
+
+        Args:
+            name: the entry; its type and shape are those of ``live``.
+            live: a tensor, or a sharded one; None for all of the entry.
+
+        Returns:
+            a view of the file where one stored chunk has all of it, else a new tensor; on the CPU. Not to be written to.
+
+        Raises:
+            CheckpointMismatchError: the bytes are not what the description says.
+        """
+        entry = self._described[name]
+        assert isinstance(entry, TensorStorageMetadata)  # it is of the kind of ``live``
+        if not isinstance(live, DTensor):
+            return self._box(name, entry, (0,) * len(entry.size), tuple(entry.size))
+        local = live.to_local()
+        chunks: list[ChunkStorageMetadata] = live.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        part = torch.empty(local.shape, dtype=local.dtype)
+        if local.numel():
+            (chunk,) = chunks
+            part = self._box(name, entry, tuple(chunk.offsets), tuple(chunk.sizes))
+        return DTensor.from_local(
+            part, live.device_mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
+        )
+
+    def _box(
+        self, name: str, entry: TensorStorageMetadata, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Return the elements from ``offsets`` on, ``sizes`` of them."""
+        if len(entry.chunks) == 1 and entry.chunks[0].sizes == sizes:
+            return self._chunk(name, entry, entry.chunks[0])
+        found: list[tuple[torch.Tensor, tuple[slice, ...]]] = []
+        for chunk in entry.chunks:
+            common = _overlap(offsets, sizes, chunk.offsets, chunk.sizes)
+            if common is not None:
+                there, here = common
+                found.append((self._chunk(name, entry, chunk)[there], here))
+        if len(found) == 1 and found[0][0].shape == sizes:
+            return found[0][0]
+        whole = torch.empty(sizes, dtype=entry.properties.dtype)
+        for part, here in found:
+            whole[here].copy_(part)
+        return whole
+
+    def _chunk(self, name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        dtype, shape = entry.properties.dtype, tuple(chunk.sizes)
+        content, where = self._content(name, self._places[MetadataIndex(name, chunk.offsets)])
+        begin = archive.data_place(content, dtype, shape)
+        count = math.prod(shape)
+        if begin is not None:
+            if not count:
+                return torch.empty(shape, dtype=dtype)
+            return torch.frombuffer(content, dtype=dtype, count=count, offset=begin).view(shape)
+        found = safe_load.load_plain(content, where)
+        if not isinstance(found, torch.Tensor):
+            raise _not_as_described(where, "a tensor", type(found).__name__)
+        if (found.dtype, tuple(found.shape)) != (dtype, shape):
+            raise _not_as_described(where, f"{dtype}, shape {shape}", f"{found.dtype}, {tuple(found.shape)}")
+        return found.detach()
+
+    def _content(self, name: str, place: _StorageInfo) -> tuple[memoryview, str]:
+        where = f"{self._directory / place.relative_path}, entry {name}"
+        if place.transform_descriptors:
+            # Nothing of ours writes them, and one that decompresses has no bound.
+            raise _not_as_described(
+                where, "bytes as they were saved", f"transformed by {place.transform_descriptors[0]}"
+            )
+        content = self._file(place.relative_path).part(place.offset, place.length)
+        if len(content) != place.length:
+            raise _not_as_described(where, f"{place.length} bytes at {place.offset}", f"{len(content)} bytes")
+        return content, where
+
+
+def _merged(ranges: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if merged and begin - merged[-1][1] <= _SMALL_GAP_BYTES:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _pieces(begin: int, end: int) -> list[tuple[int, int]]:
+    """Offset and length of pieces that several threads can bring at a time."""
+    step = min(_MOST_AT_ONCE_BYTES, max(_SMALL_GAP_BYTES, (end - begin) // MOST_THREADS + 1))
+    return [(place, min(step, end - place)) for place in range(begin, end, step)]
+
+
+def _overlap(
+    offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return what two boxes have in common, as slices of the other one and of the first; None for nothing."""
+    there, here = [], []
+    for offset, size, other, other_size in zip(offsets, sizes, other_offsets, other_sizes, strict=True):
+        begin, end = max(offset, other), min(offset + size, other + other_size)
+        if begin >= end:
+            return None
+        there.append(slice(begin - other, end - other))
+        here.append(slice(begin - offset, end - offset))
+    return tuple(there), tuple(here)
+
+
+def _not_as_described(where: str, expected: str, found: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        describe(
+            "an entry of the checkpoint is not what its metadata says",
+            where=where,
+            expected=expected,
+            found=found,
+            do="restore the file from a copy, or resume from another checkpoint",
+        )
+    )

@@ -1,0 +1,71 @@
+"""One sequential stream into a file, hashed on its way: small pieces together, large ones without a copy."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from hyper_resume import digest
+from hyper_resume.checkpoint.copying import start
+from hyper_resume.checkpoint.operations import Buffer, OutputFile
+
+_SMALL_BYTES = 64 << 10
+# Of what is gathered, and of the pieces that a large buffer is written in: hashing one while the next is written.
+_BLOCK_BYTES = 4 << 20
+
+
+class Stream:
+    """Writes to ``file``. What it takes must not change until :meth:`finish`."""
+
+    def __init__(self, file: OutputFile) -> None:
+        """Begin at the file's start."""
+        self._file = file
+        self._hasher = digest.file_hasher()
+        self._gathered = bytearray()
+        # One thread, so that the pieces are hashed in order.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hyper_resume-digest")
+        self.size_bytes = 0
+
+    def align(self, alignment: int) -> int:
+        """Fill up with zeros to a multiple of ``alignment`` bytes; return where the stream stands."""
+        self.write(bytes(-self.size_bytes % alignment))
+        return self.size_bytes
+
+    def write(self, content: Buffer) -> None:
+        """Append bytes.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        size = len(content)
+        self.size_bytes += size
+        if size < _SMALL_BYTES:
+            self._gathered += content
+            if len(self._gathered) >= _BLOCK_BYTES:
+                self._flush()
+            return
+        self._flush()
+        view = memoryview(content)
+        for begin in range(0, size, _BLOCK_BYTES):
+            self._put(view[begin : begin + _BLOCK_BYTES])
+
+    def _flush(self) -> None:
+        if self._gathered:
+            gathered, self._gathered = self._gathered, bytearray()
+            self._put(gathered)
+
+    def _put(self, content: Buffer) -> None:
+        """Write a piece; its digest is taken beside that, of the same memory."""
+        hashed = start(self._thread, self._hasher.update, content)
+        self._file.write(content)
+        # The hash of one piece is done before the next is written, so that no more than that is held.
+        hashed.result()
+
+    def finish(self) -> str:
+        """Write what is left and return the digest of all of it, as text.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._flush()
+        self._thread.shutdown()
+        return digest.as_text(self._hasher)
