@@ -57,12 +57,11 @@ def test_every_rank_reads_the_files_of_its_own_number_and_together_all(tmp_path:
     run_ranks(_save, 3, str(tmp_path))
     found = run_ranks(_reads_of_a_verification, 3, str(tmp_path), "digest")
     assert found == [
-        # Rank 0 reads the description once more, for what it says.
-        [".metadata", ".metadata", "__0_0.distcp", "extra_state/extra_state_rank_0.pt", "manifest.json"],
+        [".metadata", "__0_0.distcp", "extra_state/extra_state_rank_0.pt", "index.json", "manifest.json"],
         ["__1_0.distcp", "extra_state/extra_state_rank_1.pt"],
         ["__2_0.distcp", "extra_state/extra_state_rank_2.pt"],
     ]
-    assert run_ranks(_reads_of_a_verification, 3, str(tmp_path), "size") == [[".metadata", "manifest.json"], [], []]
+    assert run_ranks(_reads_of_a_verification, 3, str(tmp_path), "size") == [["manifest.json"], [], []]
     # Fewer ranks share the same files among them.
     two = run_ranks(_reads_of_a_verification, 2, str(tmp_path), "digest")
     assert sorted(two[0] + two[1]) == sorted(name for names in found for name in names)
