@@ -36,6 +36,8 @@ _DRAWN_ANEW = frozenset({"save_id"})
 _RANK_FILE = re.compile(r"extra_state_(rank_[0-9]+)\.pt")
 _MANIFEST = "manifest.json"
 _MARK = re.compile(r"(extra_state\.rank_[0-9]+\.)?save_id(\..*)?")
+# A zip file ends in a record of this size, when it has no comment.
+_END_BYTES = 22
 
 
 def look_into(step_directory: Path) -> dict[str, dict[str, str]]:
@@ -87,7 +89,7 @@ def _manifest_entries(manifest: Mapping[str, Any]) -> dict[str, str]:
 def edit_step_directory(step_directory: Path, edit: Mapping[str, Any]) -> str:
     """Carry out one of the faults that need the trainer's format; returns what was done."""
     if edit["kind"] == "flip_tensor_byte":
-        return _flip_tensor_byte(step_directory, edit["entry"], edit.get("rank", 0))
+        return _flip_tensor_byte(step_directory, edit["entry"], edit.get("rank", 0), edit.get("part", "numbers"))
     told = _edit(step_directory, edit["kind"], edit)
     _make_foreign(step_directory)
     return told
@@ -113,14 +115,19 @@ def _edit(step_directory: Path, kind: str, edit: Mapping[str, Any]) -> str:
     raise TroubleError(f"no edit is called {kind!r}")
 
 
-def _flip_tensor_byte(step_directory: Path, entry: str, rank: int) -> str:
+def _flip_tensor_byte(step_directory: Path, entry: str, rank: int, part: str) -> str:
+    if part not in ("numbers", "end"):
+        raise TroubleError(f"a tensor has no part {part!r}; it has numbers and an end")
     for index, place in (_metadata(step_directory).storage_data or {}).items():
         if index.fqn == entry and place.relative_path.startswith(f"__{rank}_"):
             path = step_directory / place.relative_path
             content = bytearray(path.read_bytes())
-            content[place.offset + _place_of_numbers(bytes(content[place.offset : place.offset + place.length]))] ^= 1
+            archive = bytes(content[place.offset : place.offset + place.length])
+            content[
+                place.offset + (_place_of_numbers(archive) if part == "numbers" else place.length - _END_BYTES)
+            ] ^= 1
             path.write_bytes(content)
-            return f"flipped a bit of {entry} in {place.relative_path}"
+            return f"flipped a bit of the {part} of {entry} in {place.relative_path}"
     raise TroubleError(f"rank {rank} stored no part of {entry}")
 
 

@@ -219,7 +219,7 @@ def _start_line_left_out(put: Saboteur) -> None:
 
 @sabotage("layout-not-told")
 def _layout_not_told(put: Saboteur) -> None:
-    put.replace("hyper_resume.checkpoint.dcp:logger.info", lambda original, *args: None)
+    put.replace("hyper_resume.checkpoint.reading:logger.info", lambda original, *args: None)
 
 
 @sabotage("policy-warns-of-nothing")

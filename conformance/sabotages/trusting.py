@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from conformance.sabotage import Saboteur, sabotage
 
 _DCP = "hyper_resume.checkpoint.dcp"
@@ -118,13 +120,18 @@ def _bucket_of_the_wrong_rank(put: Saboteur) -> None:
 
 @sabotage("load-not-buffered")
 def _load_not_buffered(put: Saboteur) -> None:
-    """What is read goes straight into the live tensors."""
+    """What is read goes straight into the live tensors, each entry as it comes."""
 
-    def init(original: Any, buffers: Any, *args: Any) -> None:
-        original(buffers, *args)
-        buffers.flat = {name: buffers._live[name] for name in buffers.flat}
+    def load(original: Any, wanted: Any, directory: Path, metadata: Any) -> Any:
+        found = {}
+        for name, live in wanted.items():
+            found.update(original({name: live}, directory, metadata))
+            if isinstance(live, torch.Tensor):
+                with torch.no_grad():
+                    live.detach().copy_(found[name])
+        return found
 
-    put.replace(f"{_LOADING}:Buffers.__init__", init)
+    put.replace(f"{_DCP}:load_entries", load)
 
 
 @sabotage("unknown-files-not-told")

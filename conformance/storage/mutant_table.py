@@ -49,9 +49,9 @@ _SYNCS = (
         "operations:write_file", "        file.sync()\n", "", "crash/first_save",
     ),
     _entry(
-        "metadata-sync-dropped", ".metadata is written without a sync", "filesystem:ShardWriter.finish",
-        "operations.write_file(self._path / manifest.METADATA_NAME, content)",
-        "_f = operations.current().create(self._path / manifest.METADATA_NAME); _f.write(content); _f.close()",
+        "metadata-sync-dropped", ".metadata and the index are written without a sync", "filesystem:ShardWriter.finish",
+        "operations.write_file(self._path / name, content)",
+        "_f = operations.current().create(self._path / name); _f.write(content); _f.close()",
         "crash/first_save",
     ),
     _entry(
@@ -212,13 +212,14 @@ _CHECKS = (
         "    if step in (None, manifest.step):\n", "    if True:\n", "corruption/per_rank",
     ),
     _entry(
-        "digest-of-what-was-meant", "a shard's digest leaves out what is written last",
-        "filesystem:ShardWriter._write_shard", "                hasher.update(content)\n",
-        "                hasher.update(content if item is not items[-1] else b'')\n", "corruption/per_rank",
+        "digest-of-what-was-meant", "a shard's digest leaves out what is written last", "stream:Stream._put",
+        "self._hasher.update, content)", "self._hasher.update, memoryview(content)[:-1])", "corruption/per_rank",
     ),
     _entry(
-        "read-into-live", "a load reads straight into the live tensors", "dcp:DistributedCheckpointer.load",
-        "self._dcp_load(buffers.flat, directory,", "self._dcp_load(state, directory,", "errors/load",
+        "read-into-live", "a load reads straight into the live tensors", "reading:load_entries",
+        "entries.tensor(name, live if isinstance(live, torch.Tensor) else None)",
+        "(live.detach().copy_ if isinstance(live, torch.Tensor) else (lambda found: found))(entries.tensor(name, live))",
+        "errors/load",
     ),
 )
 
@@ -228,9 +229,8 @@ _ERRORS = (
         "        while done < len(view):\n", "        if done < len(view):\n", "errors/next save",
     ),
     _entry(
-        "short-read-believed", "a short read of a shard is taken for its end", "filesystem:_read_exactly",
-        "    while missing and (chunk := file.read(missing)):\n",
-        "    if missing and (chunk := file.read(missing)):\n", "errors/load",
+        "short-read-believed", "a short read of a shard is taken for its end", "operations:InputFile.part",
+        "        while done < len(content) and", "        if done < len(content) and", "errors/load",
     ),
     _entry(
         "failure-kept-alone", "a rank that can't write its training state does not tell the others",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -44,6 +46,18 @@ def start(pool: ThreadPoolExecutor, function: Callable[[T], R], item: T) -> Futu
         return done
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the collector of cycles off while many objects are made that all stay: it would go through them again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second of each pair into the first; of sharded ones this rank's part.
 
@@ -53,12 +67,11 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     large: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     with torch.no_grad():
         whole = [(_local(target), _local(source)) for target, source in pairs]
-    # One memory may be written by both groups only if all of it is; then the small ones come last, as a whole.
-    shared = {target.untyped_storage().data_ptr() for target, _ in whole if target.nbytes >= _SMALL_BYTES}
     for target, source in whole:
-        memory = target.untyped_storage().data_ptr()
-        if memory in shared:
-            large.setdefault(memory, []).append((target, source))
+        # By the memory behind it, which may be larger than the tensor.
+        memory = target.untyped_storage()
+        if memory.nbytes() >= _SMALL_BYTES:
+            large.setdefault(memory.data_ptr(), []).append((target, source))
         else:
             small.append((target, source))
     in_threads(_copy_in_order, list(large.values()))

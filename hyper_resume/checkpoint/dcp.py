@@ -24,13 +24,16 @@ from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.checkpoint import layout, lineage, loading, saving
 from hyper_resume.checkpoint.attempt import SAVE_ID, check_training_state, mark_shards, read_save_id
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase, LoadReport
+from hyper_resume.checkpoint.copying import uncollected
 from hyper_resume.checkpoint.filesystem import ShardWriter
 from hyper_resume.checkpoint.manifest import FileEntry, Manifest
+from hyper_resume.checkpoint.plan_cache import CachingPlanner, Layout, PlanCache, layout_of
 from hyper_resume.checkpoint.planner import MODEL_BUCKET, check_model_entries
-from hyper_resume.checkpoint.reading import load_entries, read_training_state
+from hyper_resume.checkpoint.reading import load_entries, read_own_training_state
 from hyper_resume.checkpoint.retention import Retention
 from hyper_resume.checkpoint.root import WritableRoot
 from hyper_resume.checkpoint.saving import Attempt, draft_manifest, mesh_of
+from hyper_resume.checkpoint.staging import Stager
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError, describe
 
 logger = logging.getLogger(__name__)
@@ -68,6 +71,8 @@ class DistributedCheckpointer(CheckpointerBase):
         self._async_mode = async_mode
         self._own_group: dist.ProcessGroup | None = None
         self._in_flight: Future[None] | None = None
+        self._plans = PlanCache()
+        self._stager = Stager()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hyper_resume-save")
         self._root = WritableRoot(retention or Retention())
         # The step directory that was found and verified last, with its manifest, so that its load does not do it again.
@@ -111,17 +116,20 @@ class DistributedCheckpointer(CheckpointerBase):
         target = Path(path)
         group = self._group()
         self._proved = None
-        payload = collective.agree(lambda: extra.plain_state(_mark_training_state(state, global_step)), group)
+        payload = collective.agree(lambda: extra.plain_state(saving.mark_training_state(state, global_step)), group)
         training_state = payload.pop(extra.PAYLOAD_KEY, None)
         attempt: Attempt | None = None
         try:
             attempt = self._begin_attempt(target, global_step, started)
-            writer = self._prepare_writer(attempt, payload, training_state, metrics or {})
+            with uncollected():
+                writer, planner = self._prepare_writer(attempt, payload, training_state, metrics or {})
             if save_async:
-                self._start_background(payload, writer, attempt)
+                self._start_background(payload, writer, planner, attempt)
             else:
                 attempt.reached("staged")
-                self._dcp(lambda: dcp_save(payload, storage_writer=writer, **self._distribution()), target)
+                with uncollected():
+                    how = self._distribution()
+                    self._dcp(lambda: dcp_save(payload, storage_writer=writer, planner=planner, **how), target)
                 self._publish(attempt)
         except Exception as error:  # noqa: BLE001  raised again by _fail
             self._fail(error, attempt, target)
@@ -136,17 +144,19 @@ class DistributedCheckpointer(CheckpointerBase):
         payload: dict[str, Any],
         training_state: dict[str, Any] | None,
         metrics: Mapping[str, float],
-    ) -> ShardWriter:
+    ) -> tuple[ShardWriter, CachingPlanner]:
         """Digest the state as it is now, write this rank's training state, and tell rank 0 of both for the manifest."""
         group, rank = self._group(), collective.rank()
         mesh = mesh_of(payload)
         buckets: dict[str, str] = {}
         names: dict[str, str] = {}
         files: dict[str, FileEntry] = {}
+        layouts: list[Layout] = []
 
         def write() -> None:
             self._check_shared(attempt.staging)
             flat, _ = flatten_state_dict(payload)
+            layouts.append((*layout_of(flat), (training_state is not None, *(training_state or ()))))
             buckets.update({**loading.bucket_digests(flat), **extra.bucket_digests(training_state or {})})
             names.update(loading.name_digests(flat))
             if training_state is not None:
@@ -158,18 +168,20 @@ class DistributedCheckpointer(CheckpointerBase):
         mark_shards(payload, attempt.save_id, rank)
         if training_state is not None and not self._extra_state_per_rank:
             payload[extra.PAYLOAD_KEY] = extra.embed(training_state, rank)
-        of_ranks = collective.gather((files, buckets, names), group)
+        (layout,) = layouts
+        of_ranks = collective.gather((files, buckets, names, self._plans.knows(layout)), group)
         self.last_buckets = buckets
         draft = draft_manifest(
             attempt,
             world_size=collective.world_size(),
             mesh=mesh,
-            files={name: entry for found, _, _ in of_ranks for name, entry in found.items()},
-            buckets={str(index): found for index, (_, found, _) in enumerate(of_ranks)},
-            names={str(index): found for index, (_, _, found) in enumerate(of_ranks)},
+            files={name: entry for found, _, _, _ in of_ranks for name, entry in found.items()},
+            buckets={str(index): found for index, (_, found, _, _) in enumerate(of_ranks)},
+            names={str(index): found for index, (_, _, found, _) in enumerate(of_ranks)},
             metrics=metrics,
         )
-        return ShardWriter(attempt.staging, draft)
+        planner = CachingPlanner(self._plans, layout, reuse=all(known for _, _, _, known in of_ranks))
+        return ShardWriter(attempt.staging, draft, self._plans), planner
 
     def _check_shared(self, staging: Path) -> None:
         if not staging.is_dir():
@@ -183,7 +195,9 @@ class DistributedCheckpointer(CheckpointerBase):
                 )
             )
 
-    def _start_background(self, payload: dict[str, Any], writer: ShardWriter, attempt: Attempt) -> None:
+    def _start_background(
+        self, payload: dict[str, Any], writer: ShardWriter, planner: CachingPlanner, attempt: Attempt
+    ) -> None:
         group, target = self._group(), attempt.target
         kind = AsyncCheckpointerType.THREAD
         if self._async_mode == "process":
@@ -195,8 +209,13 @@ class DistributedCheckpointer(CheckpointerBase):
                 )
 
         def start() -> Any:
-            distribution = self._distribution()
-            return dcp_async_save(payload, storage_writer=writer, async_checkpointer_type=kind, **distribution)
+            how = self._distribution()
+            if kind == AsyncCheckpointerType.PROCESS:
+                # What is kept from the last save stays in this process.
+                return dcp_async_save(
+                    payload, storage_writer=writer.without_cache(), async_checkpointer_type=kind, **how
+                )
+            return dcp_async_save(payload, storage_writer=writer, planner=planner, async_stager=self._stager, **how)
 
         response = self._dcp(start, target)
         upload: Future[Any] = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
@@ -227,11 +246,12 @@ class DistributedCheckpointer(CheckpointerBase):
         if attempt is not None:
             attempt.reached("failed")
             self._root.note_ended(attempt)
+            self._plans.forget()
             if collective.rank() == 0:
                 layout.discard(attempt.staging)
         if isinstance(error, CheckpointSaveError):
             raise error
-        raise _save_error(str(target), error) from error
+        raise saving.save_error(str(target), error) from error
 
     def maybe_wait_for_async_save(self) -> None:
         """Wait for the save in flight and raise its failure, on every rank.
@@ -286,11 +306,12 @@ class DistributedCheckpointer(CheckpointerBase):
             collective.agree(lambda: check_training_state(training_state, save_id, directory), group)
             lacking = sorted(set(extra_state_skeleton) - set(training_state))
             collective.agree(lambda: extra.refuse_part(path, lacking), group)
-        incoming = collective.agree(lambda: loading.Incoming(state, metadata), group)
-        collective.agree(lambda: incoming.refuse_other_kinds(metadata, path), group)
-        incoming.take(collective.agree(lambda: load_entries(incoming.wanted, directory, metadata), group))
-        self._accept(path, incoming, training_state, manifest, state)
-        collective.agree(incoming.fill, group)
+        with uncollected():
+            incoming = collective.agree(lambda: loading.Incoming(state, metadata), group)
+            collective.agree(lambda: incoming.refuse_other_kinds(metadata, path), group)
+            incoming.take(collective.agree(lambda: load_entries(incoming.wanted, directory, metadata), group))
+            self._accept(path, incoming, training_state, manifest, state)
+            collective.agree(incoming.fill, group)
         return training_state
 
     def _verified(self, directory: Path, *, training_state: bool) -> tuple[Manifest | None, Metadata]:
@@ -339,42 +360,7 @@ class DistributedCheckpointer(CheckpointerBase):
         )
 
     def _read_extra_state(self, directory: Path, metadata: Metadata, manifest: Manifest | None) -> dict[str, Any]:
-        group, rank, world_size = self._group(), collective.rank(), collective.world_size()
-        found = collective.on_rank_zero(lambda: extra.detect(directory, metadata, manifest), group)
-        probe = self._read_one(directory, metadata, found, found.ranks[0])
-        if probe["world_size"] == world_size:
-            state = self._read_one(directory, metadata, found, rank)
-        else:
-            logger.warning(
-                "the checkpoint was saved by %s ranks and is resumed by %s: progress, scheduler and data position come "
-                "from rank %s",
-                probe["world_size"],
-                world_size,
-                found.ranks[0],
-            )
-            state = probe
-        saves = collective.gather((state["global_step"], state["world_size"]), group)
-        if len(set(saves)) > 1:
-            raise CheckpointMismatchError(
-                describe(
-                    "the ranks' extra_state are of different steps",
-                    where=str(directory),
-                    expected="one global_step and world size on all ranks",
-                    found=", ".join(f"rank {i}: step {step} of {size} ranks" for i, (step, size) in enumerate(saves)),
-                    do="restore the files that belong together, or resume from another checkpoint",
-                )
-            )
-        if found.kind == "embedded":
-            logger.info("Read extra_state embedded in the DCP state dict")
-        else:
-            logger.info("Read extra_state from %s", extra.file_path(directory, state["rank"]))
-        return state
-
-    def _read_one(
-        self, directory: Path, metadata: Metadata, found: extra.ExtraStateLayout, rank: int
-    ) -> dict[str, Any]:
-        """Read the training state that ``rank`` saved. Collective: all ranks call it, each with the rank it wants."""
-        return collective.agree(lambda: read_training_state(directory, metadata, found, rank), self._group())
+        return read_own_training_state(directory, metadata, manifest, self._group())
 
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
         """Return the newest verified step directory of this root's lineage, as rank 0 sees it, on every rank.
@@ -437,7 +423,7 @@ class DistributedCheckpointer(CheckpointerBase):
         try:
             return action()
         except CheckpointException as error:
-            raise _save_error(str(target), error) from error
+            raise saving.save_error(str(target), error) from error
 
 
 def _common(of_ranks: list[tuple[str, ...]]) -> tuple[str, ...]:
@@ -453,31 +439,3 @@ class _Proved:
     manifest: Manifest | None = None
     metadata: Metadata | None = None
     parts: set[loading.Part] = field(default_factory=set)
-
-
-def _mark_training_state(state: dict[str, Any], global_step: int) -> dict[str, Any]:
-    """Return ``state`` with rank, world size, step and format version in its training state, if it has one."""
-    if extra.PAYLOAD_KEY not in state:
-        return state
-    mark = {
-        "format_version": extra.FORMAT_VERSION,
-        "rank": collective.rank(),
-        "world_size": collective.world_size(),
-        "global_step": global_step,
-    }
-    return {**state, extra.PAYLOAD_KEY: {**mark, **state[extra.PAYLOAD_KEY]}}
-
-
-def _save_error(path: str, error: BaseException) -> CheckpointSaveError:
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    reason = failures[min(failures)][0] if failures else error
-    where = f"{path}, rank {min(failures)}" if failures else path
-    return CheckpointSaveError(
-        describe(
-            "the checkpoint was not saved",
-            where=where,
-            found=f"{type(reason).__name__}: {reason}",
-            # A full disk reaches us as "unexpected pos" of torch's zip writer.
-            do="mend the cause (when writing failed: space, permissions); earlier checkpoints are untouched",
-        )
-    )

@@ -83,8 +83,8 @@ class Entries:
             CheckpointMismatchError: it is damaged, or holds anything else.
         """
         # One rank wrote the entry and any rank may read it, so a device in it says nothing about where it belongs.
-        content, where = self._content(name, self._places[MetadataIndex(name)])
-        return safe_load.load_plain(content, where)
+        place = self._places[MetadataIndex(name)]
+        return safe_load.load_plain(self._content(name, place), self._where(name, place))
 
     def tensor(self, name: str, live: torch.Tensor | None) -> torch.Tensor:
         """Return this rank's part of an entry, in the form of ``live``.
@@ -134,13 +134,15 @@ class Entries:
 
     def _chunk(self, name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> torch.Tensor:
         dtype, shape = entry.properties.dtype, tuple(chunk.sizes)
-        content, where = self._content(name, self._places[MetadataIndex(name, chunk.offsets)])
+        place = self._places[MetadataIndex(name, chunk.offsets)]
+        content = self._content(name, place)
         begin = archive.data_place(content, dtype, shape)
         count = math.prod(shape)
         if begin is not None:
             if not count:
                 return torch.empty(shape, dtype=dtype)
             return torch.frombuffer(content, dtype=dtype, count=count, offset=begin).view(shape)
+        where = self._where(name, place)
         found = safe_load.load_plain(content, where)
         if not isinstance(found, torch.Tensor):
             raise _not_as_described(where, "a tensor", type(found).__name__)
@@ -148,17 +150,19 @@ class Entries:
             raise _not_as_described(where, f"{dtype}, shape {shape}", f"{found.dtype}, {tuple(found.shape)}")
         return found.detach()
 
-    def _content(self, name: str, place: _StorageInfo) -> tuple[memoryview, str]:
-        where = f"{self._directory / place.relative_path}, entry {name}"
+    def _content(self, name: str, place: _StorageInfo) -> memoryview:
         if place.transform_descriptors:
             # Nothing of ours writes them, and one that decompresses has no bound.
-            raise _not_as_described(
-                where, "bytes as they were saved", f"transformed by {place.transform_descriptors[0]}"
-            )
+            found = f"transformed by {place.transform_descriptors[0]}"
+            raise _not_as_described(self._where(name, place), "bytes as they were saved", found)
         content = self._file(place.relative_path).part(place.offset, place.length)
         if len(content) != place.length:
-            raise _not_as_described(where, f"{place.length} bytes at {place.offset}", f"{len(content)} bytes")
-        return content, where
+            expected = f"{place.length} bytes at {place.offset}"
+            raise _not_as_described(self._where(name, place), expected, f"{len(content)} bytes")
+        return content
+
+    def _where(self, name: str, place: _StorageInfo) -> str:
+        return f"{self._directory / place.relative_path}, entry {name}"
 
 
 def _merged(ranges: Collection[tuple[int, int]]) -> list[tuple[int, int]]:

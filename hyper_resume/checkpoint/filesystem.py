@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,25 +27,45 @@ from torch.futures import Future
 from hyper_resume import digest
 from hyper_resume.checkpoint import archive, index, manifest, operations
 from hyper_resume.checkpoint.manifest import FileEntry, Manifest
+from hyper_resume.checkpoint.plan_cache import Described, PlanCache
 from hyper_resume.checkpoint.stream import Stream
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardWriteResult(WriteResult):
-    """Carries, in the gather that DCP makes anyway, what the manifest says of the file that the entry is in."""
+    """Carries, in the gather that DCP makes anyway, what the manifest says of the file that the entry is in.
+
+    One with ``stands_for_all`` comes alone: all entries of the rank stand where they stood in the last save.
+    """
 
     file_name: str = ""
     file: FileEntry | None = None
+    stands_for_all: bool = False
+
+
+def _stands_for_all(results: list[WriteResult]) -> bool:
+    return not results or (isinstance(results[0], ShardWriteResult) and results[0].stands_for_all)
 
 
 class ShardWriter(StorageWriter):
-    """Writes one save into its staging directory. Can be pickled, for a save in another process."""
+    """Writes one save into its staging directory."""
 
-    def __init__(self, staging: Path, draft: Manifest) -> None:
-        """Take the manifest as far as it is known; files and ``.metadata`` are added by :meth:`finish`, on rank 0 only."""
+    def __init__(self, staging: Path, draft: Manifest, cache: PlanCache | None = None) -> None:
+        """Take the manifest as far as it is known; files and descriptions are added by :meth:`finish`, on rank 0 only.
+
+        Args:
+            staging: where to write.
+            draft: the manifest.
+            cache: what is known from the last save, and where this one leaves what it finds out.
+        """
         super().__init__()
         self._path = staging
         self._draft = draft
+        self._cache = cache
+
+    def without_cache(self) -> ShardWriter:
+        """Return one that can be pickled, for a save in another process."""
+        return ShardWriter(self._path, self._draft)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing: one writer makes one save."""
@@ -84,36 +103,55 @@ class ShardWriter(StorageWriter):
             found = stream.finish()
             file.sync()
             entry = FileEntry(size_bytes=stream.size_bytes, digest=found, rank=rank)
-        return [
+        is_known = self._cache is not None and self._cache.know_places(places)
+        results: list[WriteResult] = [
             ShardWriteResult(
                 index=item.index,
                 size_in_bytes=length,
                 storage_data=dcp_filesystem._StorageInfo(name, offset, length),
                 file_name=name,
                 file=entry,
+                stands_for_all=is_known,
             )
-            for item, offset, length in places
+            for item, offset, length in (places[:1] if is_known else places)
         ]
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write ``.metadata`` and then the manifest. Called on rank 0 once every rank has written."""
-        found = [result for of_rank in results for result in of_rank]
-        metadata.storage_data = {result.index: result.storage_data for result in found}
-        metadata.storage_meta = self.storage_meta()
-        version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", None)
-        if version is not None:
-            metadata.version = version
+        """Write the descriptions and then the manifest. Called on rank 0 once every rank has written."""
         files: dict[str, FileEntry] = {
             result.file_name: result.file
-            for result in found
+            for of_rank in results
+            for result in of_rank[:1]
             if isinstance(result, ShardWriteResult) and result.file is not None
         }
-        contents = {manifest.METADATA_NAME: pickle.dumps(metadata), index.INDEX_NAME: index.encode(metadata)}
-        for name, content in contents.items():
+        described, listed = self._described(metadata, results)
+        pickled = described.of_save(str(self._path), self._draft.attempt)
+        for name, content in ((manifest.METADATA_NAME, pickled), (index.INDEX_NAME, listed)):
             operations.write_file(self._path / name, content)
             files[name] = FileEntry(size_bytes=len(content), digest=digest.digest_bytes([content]), rank=0)
         whole = dataclasses.replace(self._draft, files={**self._draft.files, **files})
         operations.write_file(self._path / manifest.MANIFEST_NAME, manifest.encode(whole))
+
+    def _described(self, metadata: Metadata, results: list[list[WriteResult]]) -> tuple[Described, bytes]:
+        cache = self._cache
+        if cache is not None and cache.contents is not None and all(_stands_for_all(found) for found in results):
+            return cache.contents
+        known = [
+            cache.results_of(found) if cache is not None and _stands_for_all(found) else found for found in results
+        ]
+        whole = Metadata(
+            state_dict_metadata=metadata.state_dict_metadata,
+            planner_data=metadata.planner_data,
+            storage_data={result.index: result.storage_data for found in known for result in found},
+        )
+        version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", None)
+        if version is not None:
+            whole.version = version
+        contents = Described(whole), index.encode(whole)
+        if cache is not None:
+            cache.keep_results(known, contents)
+        return contents
 
     def storage_meta(self) -> StorageMeta:
         """Return what ``.metadata`` says of the save: the staging directory's name tells the attempt."""
@@ -135,7 +173,7 @@ def _serialise(data: torch.Tensor | io.BytesIO) -> Iterator[bytes | memoryview]:
     if around is not None and not (tensor.is_conj() or tensor.is_neg()):
         yield around.prefix
         if around.data_bytes:
-            yield memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # it is one
+            yield memoryview(digest.bytes_of(tensor)).cast("B")
         yield around.suffix
         return
     if tensor.untyped_storage().size() != tensor.nbytes:

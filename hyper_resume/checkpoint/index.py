@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from hyper_resume.checkpoint.copying import uncollected
 from hyper_resume.checkpoint.metadata_structure import cover_complaint, path_complaint
 from hyper_resume.checkpoint.pickle_subset import shorten
 from hyper_resume.checkpoint.plain_json import Form, FormError, parse_json
@@ -75,7 +76,8 @@ def decode(content: bytes, where: str) -> Metadata:
         CheckpointMismatchError: not of this form; chunks overlap or leave a hole; a path leads out of the checkpoint.
     """
     try:
-        return _decode(content)
+        with uncollected():
+            return _decode(content)
     except (FormError, TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError) as error:
         raise CheckpointMismatchError(
             describe(

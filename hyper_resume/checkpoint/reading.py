@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from hyper_resume import collective
 from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.checkpoint import safe_load
 from hyper_resume.checkpoint.entries import Entries
+from hyper_resume.checkpoint.manifest import Manifest
 from hyper_resume.errors import CheckpointMismatchError, HyperResumeError, describe
+
+logger = logging.getLogger(__name__)
 
 
 def load_entries(wanted: Mapping[str, Any], directory: Path, metadata: Metadata) -> dict[str, Any]:
@@ -67,3 +72,45 @@ def read_training_state(
     names = extra.embedded_names(metadata, rank)
     values = load_entries(dict.fromkeys(names.values()), directory, metadata)
     return extra.unwrap_embedded({key: values[name] for key, name in names.items()}, rank, str(directory))
+
+
+def read_own_training_state(
+    directory: Path, metadata: Metadata, manifest: Manifest | None, group: Any
+) -> dict[str, Any]:
+    """Read this rank's training state; after a change of the world size the lowest saved rank's. Every rank calls it.
+
+    Raises:
+        CheckpointNotFoundError: there is none, or not of this rank.
+        CheckpointMismatchError: one can't be decoded, or they are of different steps.
+    """
+    rank, world_size = collective.rank(), collective.world_size()
+    found = collective.on_rank_zero(lambda: extra.detect(directory, metadata, manifest), group)
+    first = found.ranks[0]
+    probe = collective.agree(lambda: read_training_state(directory, metadata, found, first), group)
+    if probe["world_size"] == world_size:
+        state = collective.agree(lambda: read_training_state(directory, metadata, found, rank), group)
+    else:
+        logger.warning(
+            "the checkpoint was saved by %s ranks and is resumed by %s: progress, scheduler and data position come "
+            "from rank %s",
+            probe["world_size"],
+            world_size,
+            first,
+        )
+        state = probe
+    saves = collective.gather((state["global_step"], state["world_size"]), group)
+    if len(set(saves)) > 1:
+        raise CheckpointMismatchError(
+            describe(
+                "the ranks' extra_state are of different steps",
+                where=str(directory),
+                expected="one global_step and world size on all ranks",
+                found=", ".join(f"rank {i}: step {step} of {size} ranks" for i, (step, size) in enumerate(saves)),
+                do="restore the files that belong together, or resume from another checkpoint",
+            )
+        )
+    if found.kind == "embedded":
+        logger.info("Read extra_state embedded in the DCP state dict")
+    else:
+        logger.info("Read extra_state from %s", extra.file_path(directory, state["rank"]))
+    return state

@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from hyper_resume import collective
+from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.checkpoint import layout, retention
 from hyper_resume.checkpoint.base import Listener, SaveEvent
 from hyper_resume.checkpoint.lineage import Ancestors
@@ -195,3 +197,32 @@ def _clear_outdated(keep: Retention, checkpoint_dir: Path, protected: tuple[Path
             logger.info("Deleted outdated checkpoint: %s", gone)
     except OSError as error:
         logger.warning("outdated checkpoints under %s could not be deleted: %s", checkpoint_dir, error)
+
+
+def mark_training_state(state: dict[str, Any], global_step: int) -> dict[str, Any]:
+    """Return ``state`` with rank, world size, step and format version in its training state, if it has one."""
+    if extra.PAYLOAD_KEY not in state:
+        return state
+    mark = {
+        "format_version": extra.FORMAT_VERSION,
+        "rank": collective.rank(),
+        "world_size": collective.world_size(),
+        "global_step": global_step,
+    }
+    return {**state, extra.PAYLOAD_KEY: {**mark, **state[extra.PAYLOAD_KEY]}}
+
+
+def save_error(path: str, error: BaseException) -> CheckpointSaveError:
+    """Return a failed save as this library's error; of DCP's, which gathers the ranks', the lowest rank's."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    reason = failures[min(failures)][0] if failures else error
+    where = f"{path}, rank {min(failures)}" if failures else path
+    return CheckpointSaveError(
+        describe(
+            "the checkpoint was not saved",
+            where=where,
+            found=f"{type(reason).__name__}: {reason}",
+            # A full disk reaches us as "unexpected pos" of torch's zip writer.
+            do="mend the cause (when writing failed: space, permissions); earlier checkpoints are untouched",
+        )
+    )

@@ -1,0 +1,64 @@
+"""A copy of the state as it is at the call of an asynchronous save, in memory that is kept from save to save.
+
+There are two copies of a rank's state then: the live one and this. Memory that is new costs more to touch than to copy into.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
+
+from hyper_resume.checkpoint.copying import copy_all
+
+
+class Stager(AsyncStager):
+    """Copies to the CPU. One save at a time: the next one writes over what this one has staged."""
+
+    _synchronize_after_execute = False
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy; tensors of the names, types and shapes of the last time are written to where those are."""
+        flat, places = flatten_state_dict(state_dict)
+        kept: dict[str, torch.Tensor] = {}
+        staged: dict[str, Any] = {}
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, value in flat.items():
+            if not isinstance(value, torch.Tensor):
+                staged[name] = copy.deepcopy(value)
+                continue
+            local = value.to_local() if isinstance(value, DTensor) else value
+            room = self._kept.get(name)
+            if room is None or room.dtype != local.dtype or room.shape != local.shape:
+                room = torch.empty(local.shape, dtype=local.dtype, device="cpu")
+            kept[name] = room
+            pairs.append((room, local))
+            staged[name] = _in_form_of(value, room)
+        copy_all(pairs)
+        # What is not of this state any more is let go.
+        self._kept = kept
+        whole: dict[str, Any] = unflatten_state_dict(staged, places)
+        return whole
+
+    def synchronize_staging(self) -> None:
+        """Nothing: :meth:`stage` has copied everything when it returns."""
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._kept = {}
+
+
+def _in_form_of(live: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    if not isinstance(live, DTensor):
+        return local
+    return DTensor.from_local(
+        local, live.device_mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
+    )
