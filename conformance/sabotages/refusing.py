@@ -143,9 +143,23 @@ def _empty_metadata_accepted(put: Saboteur) -> None:
 
 
 def _nothing_asked_without_manifest(put: Saboteur, what_is_missing: Any) -> None:
-    """Both looks at a directory: the search's, and the verification's, which reads what the search only finds there."""
+    """Both looks at a directory: the search's, and the load's, which reads what the search only finds there."""
     put.replace(f"{_LAYOUT}:what_is_missing", what_is_missing)
-    put.replace("hyper_resume.checkpoint.loading:_check_without_manifest", lambda original, directory: None)
+
+    def check_description(original: Any, directory: Path, manifest: Any) -> Any:
+        from torch.distributed.checkpoint.metadata import Metadata
+
+        from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError
+
+        try:
+            return original(directory, manifest)
+        except (CheckpointMismatchError, CheckpointNotFoundError):
+            if manifest is not None:
+                raise
+            put.fired()
+            return Metadata(state_dict_metadata={}, storage_data={})
+
+    put.replace("hyper_resume.checkpoint.loading:check_description", check_description, fires=False)
 
 
 @sabotage("no-scan-behind-the-pointer")

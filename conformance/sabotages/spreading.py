@@ -71,13 +71,13 @@ def _extra_state_of_one_rank_left_out(put: Saboteur) -> None:
 def _embedded_entries_of_rank_0_for_all(put: Saboteur) -> None:
     """As DCP hands them out when the rank does not stand in their names."""
 
-    def read(original: Any, storage: Any, directory: Any, metadata: Any, found: Any, rank: int) -> Any:
+    def read(original: Any, directory: Any, metadata: Any, found: Any, rank: int) -> Any:
         if found.kind != "embedded" or rank == 0:
-            return original(storage, directory, metadata, found, rank)
+            return original(directory, metadata, found, rank)
         put.fired()
-        return {**original(storage, directory, metadata, found, 0), "rank": rank}
+        return {**original(directory, metadata, found, 0), "rank": rank}
 
-    put.replace(f"{_STORAGE}._read_one", read, fires=False)
+    put.replace("hyper_resume.checkpoint.reading:read_training_state", read, fires=False)
     # The digests of each rank's own buckets would tell.
     put.replace("hyper_resume.checkpoint.loading:compare_digests", lambda original, *args: None, fires=False)
 
