@@ -222,7 +222,7 @@ def make_foreign(disk: Disk, *, step: int) -> list[str]:
 
 @FAULTS.register(by_trainer=True)
 def flip_tensor_byte(disk: Disk, *, step: int, entry: str, rank: int = 0, part: str = "numbers") -> list[str]:
-    """Flip a bit in what ``rank`` stored of ``entry``: in its first number, or in the ``end`` of its archive. The manifest stays."""
+    """Flip a bit in what ``rank`` stored of ``entry``, in its first number or in its archive's ``end``; the manifest stays."""
     return _by_trainer("flip_tensor_byte")
 
 

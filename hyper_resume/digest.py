@@ -66,7 +66,13 @@ def bytes_of(tensor: torch.Tensor) -> Any:
         tensor: not a sharded one.
     """
     tensor = tensor.detach()
-    if tensor.dtype in _OF_NUMPY and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+    if (
+        type(tensor) is torch.Tensor
+        and tensor.dtype in _OF_NUMPY
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    ):
         return tensor.numpy()
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 

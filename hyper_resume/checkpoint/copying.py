@@ -78,6 +78,16 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     _copy_many(small)
 
 
+def in_form_of(live: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return ``local``, this rank's part, as a tensor sharded as ``live`` is; itself where ``live`` is not sharded.
+
+    ``DTensor.from_local`` would move it to the mesh's device.
+    """
+    if not isinstance(live, DTensor):
+        return local
+    return DTensor(local, live._spec, requires_grad=False)
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 
 from hyper_resume.checkpoint import archive, operations, safe_load
-from hyper_resume.checkpoint.copying import MOST_THREADS, in_threads
+from hyper_resume.checkpoint.copying import MOST_THREADS, in_form_of, in_threads
 from hyper_resume.errors import CheckpointMismatchError, describe
 
 # Files are brought in by ranges; what is not wanted is not, unless it is little.
@@ -109,9 +109,7 @@ class Entries:
         if local.numel():
             (chunk,) = chunks
             part = self._box(name, entry, tuple(chunk.offsets), tuple(chunk.sizes))
-        return DTensor.from_local(
-            part, live.device_mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
-        )
+        return in_form_of(live, part)
 
     def _box(
         self, name: str, entry: TensorStorageMetadata, offsets: tuple[int, ...], sizes: tuple[int, ...]

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
-from hyper_resume.checkpoint.copying import copy_all
+from hyper_resume.checkpoint.copying import copy_all, in_form_of
 
 
 class Stager(AsyncStager):
@@ -41,7 +41,7 @@ class Stager(AsyncStager):
                 room = torch.empty(local.shape, dtype=local.dtype, device="cpu")
             kept[name] = room
             pairs.append((room, local))
-            staged[name] = _in_form_of(value, room)
+            staged[name] = in_form_of(value, room)
         copy_all(pairs)
         # What is not of this state any more is let go.
         self._kept = kept
@@ -54,11 +54,3 @@ class Stager(AsyncStager):
     def close(self) -> None:
         """Let go of the memory."""
         self._kept = {}
-
-
-def _in_form_of(live: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    if not isinstance(live, DTensor):
-        return local
-    return DTensor.from_local(
-        local, live.device_mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
-    )
