@@ -66,13 +66,8 @@ def bytes_of(tensor: torch.Tensor) -> Any:
         tensor: not a sharded one.
     """
     tensor = tensor.detach()
-    if (
-        type(tensor) is torch.Tensor
-        and tensor.dtype in _OF_NUMPY
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-    ):
+    is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+    if is_plain and tensor.dtype in _OF_NUMPY:
         return tensor.numpy()
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 

@@ -85,7 +85,7 @@ def in_form_of(live: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(live, DTensor):
         return local
-    return DTensor(local, live._spec, requires_grad=False)
+    return DTensor(local, live._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
