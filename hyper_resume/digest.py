@@ -6,7 +6,7 @@ A digest shows damage, not a forgery: who can write the file can write its diges
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,52 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 ALGORITHM = "xxh3_128"
-# The text form: the algorithm stands in front, so that another one can be told from it later.
+BLOCK_BYTES = 64 << 20
+"""A larger file's digest is that of the digests of its blocks of this many bytes, so that several threads can find it."""
+
+_OF_BLOCKS = f"{ALGORITHM}/{BLOCK_BYTES}:"
 # Types whose tensors are arrays as they are; that saves two views a tensor.
 _OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
-_TEXT = re.compile(rf"{ALGORITHM}:[0-9a-f]{{32}}")
+# The text form: the algorithm stands in front, so that another one can be told from it later.
+_TEXT = re.compile(rf"{ALGORITHM}(?:/{BLOCK_BYTES})?:[0-9a-f]{{32}}")
 
 
-def file_hasher() -> Any:
-    """Return a new hasher (``update(buffer)``); :func:`as_text` gives what is written down."""
-    return xxhash.xxh3_128()
+class FileHasher:
+    """Finds a file's digest piece by piece, in order."""
+
+    def __init__(self) -> None:
+        """Of no bytes yet."""
+        self._blocks: list[bytes] = []
+        self._hasher = xxhash.xxh3_128()
+        self._room = BLOCK_BYTES
+
+    def update(self, content: Any) -> None:
+        """Take the next bytes, a flat buffer of them."""
+        view = memoryview(content)
+        while len(view):
+            if not self._room:
+                self._blocks.append(self._hasher.digest())
+                self._hasher, self._room = xxhash.xxh3_128(), BLOCK_BYTES
+            part = view[: self._room]
+            self._hasher.update(part)
+            self._room -= len(part)
+            view = view[len(part) :]
+
+    def text(self) -> str:
+        """Return the digest of all that was taken, as text."""
+        return text_of_blocks([*self._blocks, self._hasher.digest()])
 
 
-def as_text(hasher: Any) -> str:
-    """Return a hasher's digest as text, ``xxh3_128:<32 hex digits>``."""
-    return f"{ALGORITHM}:{hasher.hexdigest()}"
+def text_of_blocks(digests: Sequence[bytes]) -> str:
+    """Return the digest of a file from those of its blocks, as text; of one block it is that block's."""
+    if len(digests) == 1:
+        return f"{ALGORITHM}:{digests[0].hex()}"
+    return f"{_OF_BLOCKS}{xxhash.xxh3_128(b''.join(digests)).hexdigest()}"
+
+
+def is_of_blocks(text: str) -> bool:
+    """True for the digest of a file of more than one block."""
+    return text.startswith(_OF_BLOCKS)
 
 
 def is_digest(text: str) -> bool:
@@ -35,12 +67,17 @@ def is_digest(text: str) -> bool:
     return _TEXT.fullmatch(text) is not None
 
 
-def digest_bytes(chunks: Iterable[Any]) -> str:
-    """Return the digest of all chunks together, as text."""
-    hasher = file_hasher()
+def raw_digest(chunks: Iterable[Any]) -> bytes:
+    """Return the digest of all chunks together."""
+    hasher = xxhash.xxh3_128()
     for chunk in chunks:
         hasher.update(chunk)
-    return as_text(hasher)
+    return hasher.digest()
+
+
+def digest_bytes(chunks: Iterable[Any]) -> str:
+    """Return the digest of all chunks together, as text ``xxh3_128:<32 hex digits>``."""
+    return f"{ALGORITHM}:{raw_digest(chunks).hex()}"
 
 
 def digest_state(state: Any) -> str:

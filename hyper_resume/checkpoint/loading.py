@@ -182,7 +182,8 @@ def _origin(path: Path, manifest: Manifest) -> str:
             return f" (it is a part of another save: {', '.join(others[:3])})"
         size = path.stat().st_size
         twins = [name for name, entry in manifest.files.items() if entry.size_bytes == size and path.name not in name]
-        found = digest_file(path) if twins else ""
+        in_blocks = any(digest.is_of_blocks(manifest.files[name].digest) for name in twins)
+        found = digest_file(path, in_blocks=in_blocks) if twins else ""
     except OSError:
         return ""
     same = [name for name in twins if manifest.files[name].digest == found]

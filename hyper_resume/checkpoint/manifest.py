@@ -18,6 +18,7 @@ from typing import Any
 
 from hyper_resume import digest
 from hyper_resume.checkpoint import operations
+from hyper_resume.checkpoint.copying import in_threads
 from hyper_resume.checkpoint.plain_json import Form, FormError, parse_json
 from hyper_resume.errors import CheckpointMismatchError, describe
 
@@ -29,7 +30,7 @@ MISSING = "it is missing"
 MOST_ANCESTORS = 512
 # 10,000 ranks with seven buckets and two files each make about 10 MB.
 _MOST_BYTES = 256 << 20
-_WINDOW_BYTES = 32 << 20
+_WINDOW_BYTES = 16 << 20
 _MOST_SHOWN = 500
 # One directory level at most; neither hidden by a leading dot below one, nor able to leave the step directory.
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)?[A-Za-z0-9_][A-Za-z0-9_.-]*|\.[A-Za-z0-9_.-]+")
@@ -265,7 +266,7 @@ def _verify_one(directory: Path, name: str, entry: FileEntry, *, digests: bool) 
             return f"expected {entry.size_bytes} bytes, found {status.st_size}"
         if not digests:
             return ""
-        found = digest_file(path)
+        found = digest_file(path, in_blocks=digest.is_of_blocks(entry.digest))
     except FileNotFoundError:
         return MISSING
     except OSError as error:
@@ -273,19 +274,23 @@ def _verify_one(directory: Path, name: str, entry: FileEntry, *, digests: bool) 
     return "" if found == entry.digest else f"expected digest {entry.digest}, found {found}"
 
 
-def digest_file(path: Path) -> str:
-    """Return a file's digest as text.
+def digest_file(path: Path, *, in_blocks: bool) -> str:
+    """Return a file's digest as text; ``in_blocks`` as large files have it now, else as all had it before.
 
     Raises:
         OSError: it can't be read.
     """
     with operations.current().open_read(path) as file:
-        return digest.digest_bytes(_windows(file))
+        if not in_blocks:
+            return digest.digest_bytes(_windows(file, 0, file.size_bytes))
+        begins = range(0, file.size_bytes, digest.BLOCK_BYTES)
+        spans = [(begin, min(begin + digest.BLOCK_BYTES, file.size_bytes)) for begin in begins]
+        return digest.text_of_blocks(in_threads(lambda span: digest.raw_digest(_windows(file, *span)), spans))
 
 
-def _windows(file: operations.InputFile) -> Iterator[memoryview]:
-    for offset in range(0, file.size_bytes, _WINDOW_BYTES):
-        length = min(_WINDOW_BYTES, file.size_bytes - offset)
+def _windows(file: operations.InputFile, begin: int, end: int) -> Iterator[memoryview]:
+    for offset in range(begin, end, _WINDOW_BYTES):
+        length = min(_WINDOW_BYTES, end - offset)
         file.bring(offset, length)
         yield file.part(offset, length)
 

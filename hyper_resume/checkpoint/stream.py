@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
 
 from hyper_resume import digest
 from hyper_resume.checkpoint.copying import start
@@ -14,16 +15,26 @@ _BLOCK_BYTES = 4 << 20
 
 
 class Stream:
-    """Writes to ``file``. What it takes must not change until :meth:`finish`."""
+    """Writes to ``file``. What it takes must not change until :meth:`finish`. Use as a context."""
 
     def __init__(self, file: OutputFile) -> None:
         """Begin at the file's start."""
         self._file = file
-        self._hasher = digest.file_hasher()
+        self._hasher = digest.FileHasher()
         self._gathered = bytearray()
         # One thread, so that the pieces are hashed in order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hyper_resume-digest")
         self.size_bytes = 0
+
+    def __enter__(self) -> Stream:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the thread."""
+        self._thread.shutdown()
 
     def align(self, alignment: int) -> int:
         """Fill up with zeros to a multiple of ``alignment`` bytes; return where the stream stands."""
@@ -67,5 +78,4 @@ class Stream:
             OSError: it could not be written.
         """
         self._flush()
-        self._thread.shutdown()
-        return digest.as_text(self._hasher)
+        return self._hasher.text()

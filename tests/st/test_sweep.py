@@ -25,9 +25,9 @@ def sweep(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_the_last_changes_of_a_save_are_the_commit_and_the_pointer_and_a_kill_before_them_keeps_the_old_step(
     tmp_path: Path,
 ) -> None:
-    # The 32nd change of rank 0 is the rename that makes the step directory visible.
+    # The 20th change of rank 0 is the rename that makes the step directory visible.
     # Both modes train the same reference.
-    done = sweep(tmp_path / "run", "--mode", "sync", "--mode", "again", "--point", "0:32")
+    done = sweep(tmp_path / "run", "--mode", "sync", "--mode", "again", "--point", "0:20")
     assert done.returncode == 0, done.stdout + done.stderr
     points, _ = re.findall(r"1 of (\d+) points tried, 0 red", done.stdout)
     # Each of four ranks makes, writes and syncs its file of training state and its shards.
@@ -51,7 +51,7 @@ def test_a_rank_that_is_killed_while_it_clears_what_a_dead_save_left_has_not_tol
 
 
 def test_a_pointer_that_moves_before_the_commit_turns_the_sweep_red(tmp_path: Path) -> None:
-    done = sweep(tmp_path / "run", "--mode", "sync", "--point", "0:36", "--sabotage", "pointer-moved-before-the-commit")
+    done = sweep(tmp_path / "run", "--mode", "sync", "--point", "0:24", "--sabotage", "pointer-moved-before-the-commit")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the pointer holds '6'; whole checkpoints: [3]" in done.stdout
 
