@@ -5,19 +5,23 @@ Everything else goes through the public interface. Who changes the library's pla
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from benchmarks import coordinator
 from benchmarks.states import State, memory_of
 from hyper_resume import digest
+from hyper_resume.checkpoint.copying import in_threads
+from hyper_resume.checkpoint.filesystem import ShardWriter, ShardWriteResult
+from hyper_resume.checkpoint.manifest import FileEntry, Manifest
+from hyper_resume.checkpoint.plan_cache import CachingPlanner, PlanCache
 
 
 def forget_plans() -> None:
-    """Forget what earlier saves of this process have planned. The library keeps no plan, so there is nothing to forget."""
+    """Forget what earlier saves of this process have planned. A checkpointer keeps its own plans, so there is nothing else."""
 
 
 def plan_second_save(
@@ -25,14 +29,60 @@ def plan_second_save(
 ) -> Callable[[], object]:
     """Return what rank 0 does to plan the second save of an unchanged layout, and to close it.
 
-    The library plans every save through stock's planner, so it is stock's work again.
+    No rank sends a plan or places; what describes the directory is written again, and the manifest of all ranks' files.
 
     Args:
         plans: of all ranks, as they made them for the first save.
         results: of all ranks, as they wrote them.
         folder: where metadata may be written.
     """
-    return lambda: coordinator.plan_and_close(plans, results, folder)
+    cache = PlanCache()
+    first = CachingPlanner(cache, ((),), reuse=False)
+    planned, metadata = first.create_global_plan(list(plans))
+    first.finish_plan(planned[0])
+    _writer(folder, cache, len(plans)).finish(metadata, [_told(of_rank, all_known=False) for of_rank in results])
+    told = [_told(of_rank, all_known=True) for of_rank in results]
+
+    def second() -> None:
+        planner = CachingPlanner(cache, ((),), reuse=True)
+        writer = _writer(folder, cache, len(plans))
+        planned, metadata = planner.create_global_plan([SavePlan([])] * len(plans))
+        writer.prepare_global_plan(planned)
+        planner.finish_plan(planned[0])
+        writer.finish(metadata, told)
+
+    return second
+
+
+def _told(of_rank: Sequence[WriteResult], *, all_known: bool) -> list[WriteResult]:
+    """A rank's results as the library's writer gives them."""
+    size = sum(result.size_in_bytes for result in of_rank)
+    name = of_rank[0].storage_data.relative_path
+    entry = FileEntry(size_bytes=size, digest=digest.digest_bytes([name.encode()]), rank=int(name.split("_")[2]))
+    return [
+        ShardWriteResult(**vars(result), file_name=name, file=entry, stands_for_all=all_known)
+        for result in (of_rank[:1] if all_known else of_rank)
+    ]
+
+
+def _writer(folder: Path, cache: PlanCache, world_size: int) -> ShardWriter:
+    """A writer for a new staging directory."""
+    staging = folder / uuid.uuid4().hex
+    staging.mkdir()
+    draft = Manifest(
+        step=1,
+        attempt=staging.name,
+        ordinal=1,
+        ancestors=(),
+        world_size=world_size,
+        mesh=None,
+        created_at="2026-01-01T00:00:00.000+00:00",
+        versions={},
+        files={},
+        buckets={str(rank): {"model": digest.digest_bytes([b"model"])} for rank in range(world_size)},
+        names={str(rank): {"model": digest.digest_bytes([b"names"])} for rank in range(world_size)},
+    )
+    return ShardWriter(staging, draft, cache)
 
 
 def digests_of_save(state: State) -> list[str]:
@@ -41,5 +91,6 @@ def digests_of_save(state: State) -> list[str]:
 
 
 def digests_of_load(state: State) -> list[str]:
-    """What a load hashes: the bytes of the file, and every tensor that was read for its bucket."""
-    return [digest.digest_bytes(memory_of(state)), digest.state_text(state)]
+    """What a load hashes: the blocks of the file, in threads, and every tensor that was read for its bucket."""
+    blocks = in_threads(lambda block: digest.raw_digest([block]), list(memory_of(state)))
+    return [digest.text_of_blocks(blocks), digest.state_text(state)]

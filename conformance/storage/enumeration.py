@@ -42,7 +42,7 @@ class Options:
 
     share: float = 1.0
     models: tuple[str, ...] = MODELS
-    load_anew_every: int = 3
+    load_anew_every: int = 1
     aftermath_every: int = 25
     most_aftermaths: int = 40
 

@@ -80,7 +80,7 @@ def test_what_stock_planning_says_of_a_state_comes_back(tmp_path: Path) -> None:
         "model": {f"of {dtype}": torch.zeros(24, dtype=torch.uint8).view(dtype) for dtype in DTYPES},
         "shapes": [torch.zeros(shape) for shape in ((), (0,), (1,), (2, 0, 3), (3, 4), (1, 2, 3, 4, 5))],
         "values": {"number": 1, "text": "x" * 10000, "nothing": None, "empty": {}, "tuple": (1, 2)},
-        "Ünïcode \N{SNOWMAN} \ud800 \n \" \\": torch.ones(2),
+        'Ünïcode \N{SNOWMAN} \ud800 \n " \\': torch.ones(2),
     }
     check_round_trip(stock(tmp_path, state))
 
@@ -108,7 +108,9 @@ def valid() -> dict[str, Any]:
     metadata = split("w", (7,), [((0,), (4,)), ((4,), (3,))])
     assert metadata.storage_data is not None
     whole = TensorStorageMetadata(
-        TensorProperties(dtype=torch.int64), torch.Size([2, 3]), [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))]
+        TensorProperties(dtype=torch.int64),
+        torch.Size([2, 3]),
+        [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))],
     )
     metadata.state_dict_metadata |= {"whole": whole, "value": BytesStorageMetadata()}
     metadata.storage_data[MetadataIndex("whole", torch.Size([0, 0]))] = _StorageInfo("__0_0.distcp", 4096, 100)

@@ -1,0 +1,151 @@
+"""What goes through a stream is in the file byte for byte, has the digest of the whole, and an error of the file comes out."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from hyper_resume.checkpoint import operations
+from hyper_resume.checkpoint.operations import OutputFile
+from hyper_resume.checkpoint.stream import Stream
+
+SMALL, BLOCK = 64 << 10, 4 << 20
+EDGES = (0, 1, 63, 64, 65, SMALL - 1, SMALL, SMALL + 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
+
+
+def made(size: int, seed: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def written(path: Path, pieces: list[bytes | bytearray | memoryview]) -> tuple[int, str]:
+    with operations.current().create(path) as file:
+        stream = Stream(file)
+        for piece in pieces:
+            stream.write(piece)
+        return stream.size_bytes, stream.finish()
+
+
+def check(path: Path, pieces: list[bytes]) -> None:
+    whole = b"".join(pieces)
+    size, found = written(path, list(pieces))
+    assert size == len(whole)
+    assert path.read_bytes() == whole
+    assert found == f"xxh3_128:{xxhash.xxh3_128_hexdigest(whole)}"
+    path.unlink()
+
+
+@pytest.mark.parametrize("first", EDGES)
+def test_two_pieces_of_every_size_around_the_thresholds_are_all_there(tmp_path: Path, first: int) -> None:
+    for number, second in enumerate(EDGES):
+        check(tmp_path / "file", [made(first, number), made(second, 99)])
+
+
+def test_small_pieces_that_fill_more_than_one_block_keep_their_order(tmp_path: Path) -> None:
+    check(tmp_path / "file", [made(SMALL - 1, number) for number in range(140)])
+    check(tmp_path / "file", [bytes([number % 256]) * (number % 50) for number in range(20_000)])
+
+
+def test_small_and_large_pieces_in_turn_keep_their_order(tmp_path: Path) -> None:
+    sizes = [3, SMALL, 5, BLOCK + 7, 0, SMALL - 1, 1, 2 * BLOCK, 9]
+    check(tmp_path / "file", [made(size, number) for number, size in enumerate(sizes)])
+
+
+def test_nothing_gives_an_empty_file_with_the_digest_of_nothing(tmp_path: Path) -> None:
+    check(tmp_path / "file", [])
+    check(tmp_path / "file", [b""])
+
+
+def test_buffers_of_every_kind_are_taken(tmp_path: Path) -> None:
+    content = made(BLOCK + 100, 1)
+    pieces = [bytearray(content), memoryview(content)[7:], memoryview(bytearray(content)), content[:50]]
+    size, found = written(tmp_path / "file", pieces)
+    whole = b"".join(bytes(piece) for piece in pieces)
+    assert (size, (tmp_path / "file").read_bytes()) == (len(whole), whole)
+    assert found == f"xxh3_128:{xxhash.xxh3_128_hexdigest(whole)}"
+
+
+@pytest.mark.parametrize("alignment", [1, 8, 64, 4096])
+def test_what_is_aligned_begins_at_a_multiple_with_zeros_before(tmp_path: Path, alignment: int) -> None:
+    sizes = [0, 1, alignment - 1, alignment, alignment + 1, SMALL + 5, BLOCK, BLOCK - 1, 3]
+    expected = b""
+    with operations.current().create(tmp_path / "file") as file:
+        stream = Stream(file)
+        for number, size in enumerate(sizes):
+            piece = made(size, number)
+            expected += bytes(-len(expected) % alignment)
+            assert stream.align(alignment) == len(expected)
+            stream.write(piece)
+            expected += piece
+        found = stream.finish()
+    assert (tmp_path / "file").read_bytes() == expected
+    assert stream.size_bytes == len(expected)
+    assert found == f"xxh3_128:{xxhash.xxh3_128_hexdigest(expected)}"
+
+
+class Full(OutputFile):
+    """A file that takes so many bytes and then no more."""
+
+    room = 0
+
+    def _write_some(self, data: memoryview) -> int:
+        if len(data) > self.room - self.tell():
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+        return super()._write_some(data)
+
+
+def full(path: Path, room: int) -> Full:
+    real = operations.current().create(path)
+    file = Full(real._descriptor, path)
+    file.room = room
+    return file
+
+
+@pytest.mark.parametrize("room", [0, 10, SMALL, BLOCK, 3 * BLOCK])
+def test_an_error_of_the_file_is_raised_and_leaves_no_thread_behind(tmp_path: Path, room: int) -> None:
+    pieces = [b"abc", made(2 * BLOCK + 5, 1), b"def", made(SMALL, 2), made(2 * BLOCK, 3), b"end"]
+    before = threading.active_count()
+
+    def write() -> None:
+        stream = Stream(file)
+        for piece in pieces:
+            stream.write(piece)
+        stream.finish()
+
+    with full(tmp_path / "file", room) as file, pytest.raises(OSError, match="No space left"):
+        write()
+    # An idle thread ends once nothing refers to its pool.
+    for thread in [one for one in threading.enumerate() if one.name.startswith("hyper_resume-digest")]:
+        thread.join(timeout=10)
+    assert threading.active_count() == before
+
+
+def test_an_error_that_comes_with_the_last_bytes_is_raised_by_finish(tmp_path: Path) -> None:
+    with full(tmp_path / "file", 2) as file:
+        stream = Stream(file)
+        stream.write(b"abc")
+        with pytest.raises(OSError, match="No space left"):
+            stream.finish()
+
+
+def test_many_streams_at_a_time_do_not_meet(tmp_path: Path) -> None:
+    contents = [made(size, seed) for seed, size in enumerate((BLOCK * 2, SMALL * 3, BLOCK + 1))]
+    with (
+        operations.current().create(tmp_path / "0") as one,
+        operations.current().create(tmp_path / "1") as two,
+        operations.current().create(tmp_path / "2") as three,
+    ):
+        streams = [Stream(file) for file in (one, two, three)]
+        cuts = [[content[begin : begin + 50_000] for begin in range(0, len(content), 50_000)] for content in contents]
+        for row in itertools.zip_longest(*cuts, fillvalue=b""):
+            for stream, piece in zip(streams, row, strict=True):
+                stream.write(piece)
+        found = [stream.finish() for stream in streams]
+    for number, content in enumerate(contents):
+        assert (tmp_path / str(number)).read_bytes() == content
+        assert found[number] == f"xxh3_128:{xxhash.xxh3_128_hexdigest(content)}"
