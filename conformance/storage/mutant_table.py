@@ -49,9 +49,8 @@ _SYNCS = (
         "operations:write_file", "        file.sync()\n", "", "crash/first_save",
     ),
     _entry(
-        "metadata-sync-dropped", ".metadata and the index are written without a sync", "filesystem:ShardWriter.finish",
-        "operations.write_file(self._path / name, content)",
-        "_f = operations.current().create(self._path / name); _f.write(content); _f.close()",
+        "metadata-sync-dropped", ".metadata and the index are written without a sync", "filesystem:_write_pieces",
+        "        file.sync()\n", "",
         "crash/first_save",
     ),
     _entry(

@@ -155,8 +155,8 @@ class DistributedCheckpointer(CheckpointerBase):
 
         def write() -> None:
             self._check_shared(attempt.staging)
-            flat, _ = flatten_state_dict(payload)
-            layouts.append((*layout_of(flat), (training_state is not None, *(training_state or ()))))
+            flat, paths = flatten_state_dict(payload)
+            layouts.append((*layout_of(flat, paths), (training_state is not None, *(training_state or ()))))
             buckets.update({**loading.bucket_digests(flat), **extra.bucket_digests(training_state or {})})
             names.update(loading.name_digests(flat))
             if training_state is not None:

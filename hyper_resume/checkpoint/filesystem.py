@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +126,8 @@ class ShardWriter(StorageWriter):
         }
         described, listed = self._described(metadata, results)
         pickled = described.of_save(str(self._path), self._draft.attempt)
-        for name, content in ((manifest.METADATA_NAME, pickled), (index.INDEX_NAME, listed)):
-            operations.write_file(self._path / name, content)
-            files[name] = FileEntry(size_bytes=len(content), digest=digest.digest_bytes([content]), rank=0)
+        for name, pieces in ((manifest.METADATA_NAME, pickled), (index.INDEX_NAME, (listed,))):
+            files[name] = _write_pieces(self._path / name, pieces)
         whole = dataclasses.replace(self._draft, files={**self._draft.files, **files})
         operations.write_file(self._path / manifest.MANIFEST_NAME, manifest.encode(whole))
 
@@ -160,6 +159,16 @@ class ShardWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         """Any path."""
         return True
+
+
+def _write_pieces(path: Path, pieces: Iterable[bytes]) -> FileEntry:
+    """Write a file of rank 0's and bring it to the device."""
+    with operations.current().create(path) as file, Stream(file) as stream:
+        for piece in pieces:
+            stream.write(piece)
+        found = stream.finish()
+        file.sync()
+        return FileEntry(size_bytes=stream.size_bytes, digest=found, rank=0)
 
 
 def _serialise(data: torch.Tensor | io.BytesIO) -> Iterator[bytes | memoryview]:

@@ -24,17 +24,17 @@ from torch.distributed.tensor import DTensor
 Layout = tuple[tuple[Any, ...], ...]
 
 
-def layout_of(flat: Mapping[str, Any]) -> Layout:
-    """Return all of a flattened payload that a plan depends on."""
-    return tuple(_layout_of_one(name, value) for name, value in flat.items())
+def layout_of(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> Layout:
+    """Return all of a flattened payload that a plan depends on; ``paths`` lead to the entries in the payload."""
+    return tuple((name, paths[name], *_kind(value)) for name, value in flat.items())
 
 
-def _layout_of_one(name: str, value: Any) -> tuple[Any, ...]:
+def _kind(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, torch.Tensor):
-        return (name,)
+        return ()
     if isinstance(value, DTensor):
-        return name, value.dtype, value.shape, value.device_mesh, value.placements, value.to_local().shape
-    return name, value.dtype, value.shape
+        return value.dtype, value.shape, value.device_mesh, value.placements, value.to_local().shape
+    return value.dtype, value.shape
 
 
 class PlanCache:
@@ -156,10 +156,10 @@ class Described:
             self._parts.append(before)
         self._parts.append(content)
 
-    def of_save(self, directory: str, save_id: str) -> bytes:
-        """Return the pickle for one save."""
+    def of_save(self, directory: str, save_id: str) -> tuple[bytes, ...]:
+        """Return the pickle for one save, in pieces: of a thousand ranks it is too large to be put together for nothing."""
         first, second, rest = self._parts
-        return first + _text(directory) + second + _text(save_id) + rest
+        return first, _text(directory), second, _text(save_id), rest
 
 
 def _text(text: str) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -123,6 +122,7 @@ def test_every_part_is_numpys_slice(tmp_path: Path, layout: str, gap: int, make:
     expected = np.arange(math.prod(size), dtype=np.int32).reshape(size)
     spans = [[(begin, end) for begin in range(n) for end in range(begin + 1, n + 1) if (begin + end) % 3] for n in size]
     entry = metadata.state_dict_metadata["w"]
+    assert isinstance(entry, TensorStorageMetadata)
     with Entries(tmp_path, metadata) as entries:
         for box in list(itertools.product(*spans))[::7]:
             offsets, sizes = tuple(b for b, _ in box), tuple(e - b for b, e in box)
@@ -154,13 +154,13 @@ def test_writing_to_what_was_read_does_not_change_the_file(tmp_path: Path) -> No
 
 def test_what_was_read_stays_when_the_files_are_closed_and_deleted(tmp_path: Path) -> None:
     whole = torch.arange(100_000, dtype=torch.int64)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     found = read(tmp_path, written(tmp_path, whole, grid((100_000,), ((),))))
     for file in tmp_path.iterdir():
         file.unlink()
     assert same(found, whole)
     del found
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
 def test_empty_and_scalar_entries_are_read(tmp_path: Path) -> None:
@@ -324,11 +324,18 @@ def _not_as_stock_distributes(folder: str, metadata: Metadata, kinds: Any) -> li
     wrong = []
     for kind, parts in _laid_out(kinds).items():
         for saved in {name.split(".")[1] for name in metadata.state_dict_metadata if name.startswith("model.")}:
-            names = {name: f"model.{saved}.{name}" for name in parts if f"model.{saved}.{name}" in metadata.state_dict_metadata}
+            names = {
+                name: f"model.{saved}.{name}"
+                for name in parts
+                if f"model.{saved}.{name}" in metadata.state_dict_metadata
+            }
             found = load_entries({names[name]: parts[name] for name in names}, Path(folder), metadata)
             for name, stored in names.items():
                 local = found[stored].to_local()
-                if not same(local, parts[name].to_local().contiguous()) or found[stored].placements != parts[name].placements:
+                if (
+                    not same(local, parts[name].to_local().contiguous())
+                    or found[stored].placements != parts[name].placements
+                ):
                     wrong.append(f"{saved} -> {kind}: {name}")
     return wrong
 

@@ -114,23 +114,23 @@ def test_what_is_no_file_can_not_be_opened_and_leaves_nothing_open(tmp_path: Pat
         path.symlink_to("other")
         if kind == "link to a file":
             (tmp_path / "other").write_bytes(b"secret")
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
         with pytest.raises(OSError, match=r"path|directory") as caught:
             operations.current().open_read(path)
     expected = {"missing": errno.ENOENT, "folder": errno.EISDIR}.get(kind, errno.ELOOP)
     assert caught.value.errno == expected
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_files_leave_no_descriptor_and_no_map_open(tmp_path: Path, reads: FileOperations) -> None:
     made(tmp_path / "file", 3 * PAGE)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
         with reads.open_read(tmp_path / "file") as file:
             file.bring(0, 3 * PAGE)
             assert len(file.part(0, 3 * PAGE)) == 3 * PAGE
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
@@ -159,19 +159,17 @@ def test_a_file_that_was_cut_off_since_is_an_error_when_it_is_brought_in(tmp_pat
                 try:
                     file.bring(offset, length)
                 except OSError as error:
-                    print(type(error).__name__, error.errno)
+                    print(type(error).__name__, error.errno, flush=True)
             file.bring(0, 2 * page)
             print(bytes(file.part(page, 3)).hex(), flush=True)
-            if len(sys.argv) > 3:
-                bytes(file.part(4 * page, 1))
+            bytes(file.part(4 * page, 1))
+            print("not reached", flush=True)
     """
     first = bytes((PAGE + index) * 7 % 251 for index in range(3)).hex()
     found = child(script, str(tmp_path / "file"), str(PAGE))
-    assert (found.returncode, found.stderr) == (0, "")
-    assert found.stdout.splitlines() == [f"OSError {errno.EFAULT}"] * 4 + [first]
-    # The danger is real: this is what would happen without.
-    made(tmp_path / "file", 8 * PAGE)
-    assert child(script, str(tmp_path / "file"), str(PAGE), "touch").returncode == -signal.SIGBUS
+    assert found.stdout.splitlines() == [f"OSError {errno.EFAULT}"] * 4 + [first], found.stderr
+    # The danger is real: this is what ends the process that touches them.
+    assert found.returncode == -signal.SIGBUS
 
 
 # ---- what is done with many tensors --------------------------------------------------------------------------------------

@@ -372,7 +372,7 @@ def test_every_text_can_take_the_place_of_directory_and_id() -> None:
     described = Described(description())
     for directory in TEXTS:
         for save_id in TEXTS:
-            found = pickle.loads(described.of_save(directory, save_id))
+            found = pickle.loads(b"".join(described.of_save(directory, save_id)))
             assert found.storage_meta == StorageMeta(checkpoint_id=directory, save_id=save_id)
             found.storage_meta = None
             assert found == description()

@@ -104,7 +104,13 @@ def test_each_name_has_memory_of_its_own_even_where_the_live_ones_share_it() -> 
 
 @pytest.mark.parametrize(
     "other",
-    [torch.ones(5), torch.ones(2, 2), torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.int32), torch.ones(())],
+    [
+        torch.ones(5),
+        torch.ones(2, 2),
+        torch.ones(4, dtype=torch.float64),
+        torch.ones(4, dtype=torch.int32),
+        torch.ones(()),
+    ],
     ids=["longer", "of two dimensions", "of a wider type", "of a type of equal width", "scalar"],
 )
 def test_another_shape_or_type_gets_other_memory(other: torch.Tensor) -> None:
@@ -162,7 +168,9 @@ def test_later_changes_do_not_reach_the_files_of_any_save(tmp_path: Path) -> Non
     checkpointer.maybe_wait_for_async_save()
     for step in (1, 2, 3):
         whole = expected(float(step))
-        found: dict[str, Any] = {"model": {name: torch.zeros_like(value) for name, value in whole["model"].items() if name != "list"}}
+        found: dict[str, Any] = {
+            "model": {name: torch.zeros_like(value) for name, value in whole["model"].items() if name != "list"}
+        }
         dcp_load(found, checkpoint_id=tmp_path / f"global_step_{step}", no_dist=True)
         del whole["model"]["list"]
         assert same(found["model"], whole["model"])

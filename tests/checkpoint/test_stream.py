@@ -6,13 +6,14 @@ import errno
 import itertools
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import xxhash
 
 from hyper_resume.checkpoint import operations
-from hyper_resume.checkpoint.operations import OutputFile
+from hyper_resume.checkpoint.operations import Buffer, OutputFile
 from hyper_resume.checkpoint.stream import Stream
 
 SMALL, BLOCK = 64 << 10, 4 << 20
@@ -23,7 +24,7 @@ def made(size: int, seed: int) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def written(path: Path, pieces: list[bytes | bytearray | memoryview]) -> tuple[int, str]:
+def written(path: Path, pieces: Sequence[Buffer]) -> tuple[int, str]:
     with operations.current().create(path) as file:
         stream = Stream(file)
         for piece in pieces:
@@ -33,7 +34,7 @@ def written(path: Path, pieces: list[bytes | bytearray | memoryview]) -> tuple[i
 
 def check(path: Path, pieces: list[bytes]) -> None:
     whole = b"".join(pieces)
-    size, found = written(path, list(pieces))
+    size, found = written(path, pieces)
     assert size == len(whole)
     assert path.read_bytes() == whole
     assert found == f"xxh3_128:{xxhash.xxh3_128_hexdigest(whole)}"
@@ -63,7 +64,7 @@ def test_nothing_gives_an_empty_file_with_the_digest_of_nothing(tmp_path: Path) 
 
 def test_buffers_of_every_kind_are_taken(tmp_path: Path) -> None:
     content = made(BLOCK + 100, 1)
-    pieces = [bytearray(content), memoryview(content)[7:], memoryview(bytearray(content)), content[:50]]
+    pieces: list[Buffer] = [bytearray(content), memoryview(content)[7:], memoryview(bytearray(content)), content[:50]]
     size, found = written(tmp_path / "file", pieces)
     whole = b"".join(bytes(piece) for piece in pieces)
     assert (size, (tmp_path / "file").read_bytes()) == (len(whole), whole)
