@@ -62,10 +62,9 @@ def _no_training_state_tolerated(put: Saboteur) -> None:
 @sabotage("sentinel-ignored")
 def _sentinel_ignored(put: Saboteur) -> None:
     def unwrap(original: Any, loaded: Any, rank: int, where: str) -> Any:
-        state = loaded[f"rank_{rank}"]
-        if state["global_step"] == (-1,):
+        if "global_step" not in loaded:
             put.fired()
-            state["global_step"] = (0,)
+            loaded = {**loaded, "global_step": (0,)}
         return original(loaded, rank, where)
 
     put.replace(f"{_EXTRA}:unwrap_embedded", unwrap, fires=False)

@@ -157,17 +157,24 @@ def _file_left_out_of_the_manifest(put: Saboteur) -> None:
 
 @sabotage("manifest-not-written-last")
 def _manifest_not_written_last(put: Saboteur) -> None:
-    held: list[tuple[Path, Any]] = []
+    held: list[Any] = []
+
+    def write_pieces(original: Any, path: Path, pieces: Any) -> Any:
+        from hyper_resume.checkpoint.manifest import FileEntry
+        from hyper_resume.digest import digest_bytes
+
+        if path.name != ".metadata":
+            return original(path, pieces)
+        held.append(lambda: original(path, pieces))
+        return FileEntry(size_bytes=sum(map(len, pieces)), digest=digest_bytes(pieces), rank=0)
 
     def write_file(original: Any, path: Path, content: Any) -> None:
-        if path.name == ".metadata":
-            held.append((path, content))
-            return
         original(path, content)
-        while held:
+        while held and path.name == "manifest.json":
             put.fired()
-            original(*held.pop())
+            held.pop()()
 
+    put.replace("hyper_resume.checkpoint.filesystem:_write_pieces", write_pieces, fires=False)
     put.replace(f"{_OPERATIONS}:write_file", write_file, fires=False)
 
 

@@ -36,6 +36,8 @@ from hyper_resume.errors import (
 FORMAT_VERSION = 1
 DIRECTORY_NAME = "extra_state"
 PAYLOAD_KEY = "extra_state"
+# No checkpoint can hold this step. It stands where the step is read to, and if it is still there afterwards, then nothing was.
+_UNRESTORED_STEP = -1
 # What marks a training state as one rank's of one save; no bucket of the trainer.
 MARKS = frozenset({"format_version", "rank", "world_size", "save_id"})
 PROGRESS = "progress"
@@ -202,10 +204,11 @@ def unwrap_embedded(values: Mapping[str, Any], rank: int, where: str) -> dict[st
     """Turn the values of one rank's entries into its training state.
 
     Raises:
-        CheckpointNotFoundError: the step is not among them.
+        CheckpointNotFoundError: no step was read.
         CheckpointMismatchError: they are not as they are embedded.
     """
-    if "global_step" not in values:
+    values = {"global_step": (_UNRESTORED_STEP,), **values}
+    if values["global_step"] == (_UNRESTORED_STEP,):
         raise missing_training_state(where, f"no embedded extra_state of rank {rank}")
     wrong = sorted(key for key, value in values.items() if not (isinstance(value, tuple) and len(value) == 1))
     if wrong:

@@ -329,3 +329,21 @@ def test_nothing_is_found_in_what_is_no_archive() -> None:
     for content in (b"", b"PK", bytes(22), bytes(1000), b"PK\x05\x06" + bytes(18), b"PK\x05\x06" + b"\xff" * 18):
         assert place(content, tensor) is None
     assert place(rewritten(tensor, top="other/"), tensor) is None
+
+
+@pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
+def test_views_that_are_conjugated_or_negated_are_saved_as_they_look(tmp_path: Path, save_async: bool) -> None:
+    base = torch.tensor([1 + 2j, -0.5j, 3])
+    values = {"conjugated": base.conj(), "negated": base.conj().imag, "transposed": base.reshape(1, 3).mH}
+    expected = {
+        "conjugated": torch.tensor([1 - 2j, 0.5j, 3 - 0j]),
+        "negated": torch.tensor([-2, 0.5, -0.0]),
+        "transposed": torch.tensor([[1 - 2j], [0.5j], [3 - 0j]]),
+    }
+    checkpointer = DistributedCheckpointer()
+    path = str(tmp_path / "global_step_1")
+    checkpointer.save(path, {"model": values}, global_step=1, save_async=save_async)
+    checkpointer.maybe_wait_for_async_save()
+    live = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in expected.items()}
+    checkpointer.load(path, {"model": live})
+    assert all(torch.equal(live[name], value) for name, value in expected.items())

@@ -376,3 +376,25 @@ def test_every_text_can_take_the_place_of_directory_and_id() -> None:
             assert found.storage_meta == StorageMeta(checkpoint_id=directory, save_id=save_id)
             found.storage_meta = None
             assert found == description()
+
+
+class Interrupts(FileOperations):
+    """Ctrl-C at the moment where a file of this name is made."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def create(self, path: Path) -> OutputFile:
+        if path.name == self.name:
+            raise KeyboardInterrupt
+        return super().create(path)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "index.json", "manifest.json"])
+def test_a_save_after_one_that_was_interrupted_is_right(tmp_path: Path, name: str) -> None:
+    checkpointer = DistributedCheckpointer()
+    save(checkpointer, tmp_path, 1, base(1))
+    with operations.use(Interrupts(name)), pytest.raises((CheckpointSaveError, KeyboardInterrupt)):
+        save(checkpointer, tmp_path, 2, changed(2, number="x" * 5000))
+    after = changed(3, number="y" * 5000)
+    check(save(checkpointer, tmp_path, 3, after), after)
