@@ -112,13 +112,13 @@ def _error_abandons_the_save(put: Saboteur) -> None:
 
 @sabotage("pointer-moved-before-the-data")
 def _pointer_moved_before_the_data(put: Saboteur) -> None:
-    def start(original: Any, storage: Any, payload: Any, writer: Any, attempt: Any) -> None:
+    def start(original: Any, storage: Any, payload: Any, writer: Any, planner: Any, attempt: Any) -> None:
         from hyper_resume import collective
         from hyper_resume.checkpoint import layout
 
         if collective.rank() == 0:
             layout.write_pointer(attempt.target.parent, attempt.global_step)
-        original(storage, payload, writer, attempt)
+        original(storage, payload, writer, planner, attempt)
 
     put.replace(f"{_STORAGE}._start_background", start)
 

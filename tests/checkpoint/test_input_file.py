@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -211,6 +212,15 @@ def test_what_shares_memory_is_written_in_the_order_of_the_pairs(size: int) -> N
         expected[: size // 2] = 3.0
         expected[::2] = 4.0
         assert torch.equal(base, expected)
+
+
+def test_what_shares_memory_by_way_of_numpy_is_written_in_the_order_of_the_pairs() -> None:
+    """Each tensor has a storage of its own then, over the same bytes."""
+    for _ in range(40):
+        array = np.zeros(2_000_000, dtype=np.float32)
+        parts = [torch.from_numpy(part) for part in (array, array[500:], array[1000:2000])]
+        copy_all((part, torch.full_like(part, float(index + 1))) for index, part in enumerate(parts))
+        assert [float(array[place]) for place in (0, 499, 500, 999, 1000, 1999, 2000, -1)] == [1, 1, 2, 2, 3, 3, 2, 2]
 
 
 def test_threads_keep_the_order_and_raise_the_first_items_error() -> None:

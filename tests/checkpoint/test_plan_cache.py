@@ -228,17 +228,18 @@ def test_a_save_in_another_root_is_planned_no_more(tmp_path: Path, plans: list[i
 class FailsAt(FileOperations):
     """Fails where a file of this name is made, or the step directory is moved to its place."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, error: BaseException | None = None) -> None:
         self.name = name
+        self.error = error or OSError(errno.ENOSPC, "No space left on device", name)
 
     def create(self, path: Path) -> OutputFile:
         if path.name == self.name:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            raise self.error
         return super().create(path)
 
     def rename(self, source: Path, target: Path) -> None:
         if self.name == "rename" and "global_step_" in target.name:
-            raise OSError(errno.EIO, "Input/output error", str(target))
+            raise self.error
         super().rename(source, target)
 
 
@@ -254,6 +255,16 @@ def test_a_save_after_one_that_failed_is_right(tmp_path: Path, name: str, later:
             save(checkpointer, tmp_path, 3, failing, later=later)
         check(save(checkpointer, tmp_path, 4, good, later=later), good)
         check(save(checkpointer, tmp_path, 5, good, later=later), good)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "index.json", "manifest.json"])
+def test_a_save_after_one_that_was_interrupted_is_right(tmp_path: Path, name: str) -> None:
+    checkpointer = DistributedCheckpointer()
+    save(checkpointer, tmp_path, 1, base(1))
+    with operations.use(FailsAt(name, KeyboardInterrupt())), pytest.raises((CheckpointSaveError, KeyboardInterrupt)):
+        save(checkpointer, tmp_path, 2, changed(2, number="x" * 5000))
+    after = changed(3, number="y" * 5000)
+    check(save(checkpointer, tmp_path, 3, after), after)
 
 
 # ---- several ranks -------------------------------------------------------------------------------------------------------
@@ -376,25 +387,3 @@ def test_every_text_can_take_the_place_of_directory_and_id() -> None:
             assert found.storage_meta == StorageMeta(checkpoint_id=directory, save_id=save_id)
             found.storage_meta = None
             assert found == description()
-
-
-class Interrupts(FileOperations):
-    """Ctrl-C at the moment where a file of this name is made."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def create(self, path: Path) -> OutputFile:
-        if path.name == self.name:
-            raise KeyboardInterrupt
-        return super().create(path)
-
-
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "index.json", "manifest.json"])
-def test_a_save_after_one_that_was_interrupted_is_right(tmp_path: Path, name: str) -> None:
-    checkpointer = DistributedCheckpointer()
-    save(checkpointer, tmp_path, 1, base(1))
-    with operations.use(Interrupts(name)), pytest.raises((CheckpointSaveError, KeyboardInterrupt)):
-        save(checkpointer, tmp_path, 2, changed(2, number="x" * 5000))
-    after = changed(3, number="y" * 5000)
-    check(save(checkpointer, tmp_path, 3, after), after)
