@@ -11,6 +11,7 @@ import errno
 import io
 import mmap
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _MOST_AT_ONCE = 0x7FFFF000
 # Linux 5.14: brings pages in now and tells of an error, where touching them would end the process with SIGBUS.
 _POPULATE_READ = 22
+# A file may be larger than memory; nothing will be written to its map, so none has to be kept for that. Linux's number.
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class OutputFile:
@@ -136,7 +139,7 @@ def _mapped(descriptor: int, size: int) -> mmap.mmap | None:
     if not size:
         return None
     try:
-        found = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+        found = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
         found.madvise(_POPULATE_READ, 0, min(size, mmap.PAGESIZE))
     except (OSError, AttributeError):
         # Too old a kernel, or no madvise; or the first page can't be read, and then reading it says so better.
