@@ -106,7 +106,7 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
     if is_plain and tensor.dtype in _OF_NUMPY:
         return tensor.numpy()
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _feed(hasher: Any, value: Any) -> None:

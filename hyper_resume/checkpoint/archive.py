@@ -51,6 +51,8 @@ _STORAGES = {
     torch.complex128: b"ComplexDoubleStorage",
 }
 _MOST_RECORDS = 32
+# A data descriptor, another record, or the directory.
+_BEHIND = (b"PK\x07\x08", b"PK\x03\x04", b"PK\x01\x02")
 
 
 class Template(NamedTuple):
@@ -238,16 +240,16 @@ def _place_in_torch_archive(content: memoryview, dtype: torch.dtype, shape: tupl
     if found is None:
         return None
     pickled, order, data = (found.get(_FOLDER + name) for name in (b"data.pkl", b"byteorder", _DATA))
-    if pickled is None or data is None or data[1] != math.prod(shape) * dtype.itemsize:
+    if pickled is None or data is None or data[2] != math.prod(shape) * dtype.itemsize:
         return None
     if order is not None and _content(content, *order) != sys.byteorder.encode():
         return None
     return _begin(content, *data) if _content(content, *pickled) == pickle else None
 
 
-def _records(directory: memoryview, count: int) -> dict[bytes, tuple[int, int]] | None:
+def _records(directory: memoryview, count: int) -> dict[bytes, tuple[bytes, int, int]] | None:
     """Return name -> (where its local header begins, size in bytes); None for what torch does not write."""
-    found: dict[bytes, tuple[int, int]] = {}
+    found: dict[bytes, tuple[bytes, int, int]] = {}
     place = 0
     for _ in range(count):
         if place + _CENTRAL.size > len(directory):
@@ -258,20 +260,23 @@ def _records(directory: memoryview, count: int) -> dict[bytes, tuple[int, int]] 
         is_plain = head[0] == b"PK\x01\x02" and head[4] == 0 and head[8] == head[9] and not head[3] & 1
         if not is_plain or name in found:
             return None
-        found[name] = (head[16], head[9])
+        found[name] = (name, head[16], head[9])
         place += _CENTRAL.size + name_size + extra_size + comment_size
     return found
 
 
-def _begin(content: memoryview, header: int, size: int) -> int | None:
+def _begin(content: memoryview, name: bytes, header: int, size: int) -> int | None:
     """Return where a record's bytes begin, if its local header is one and they are all there."""
     if header + _LOCAL.size > len(content):
         return None
     head = _LOCAL.unpack_from(content, header)
     begin = header + _LOCAL.size + int(head[9]) + int(head[10])
-    return begin if head[0] == b"PK\x03\x04" and head[3] == 0 and begin + size <= len(content) else None
+    named = content[header + _LOCAL.size : header + _LOCAL.size + int(head[9])]
+    is_header = head[0] == b"PK\x03\x04" and head[3] == 0 and named == name
+    # What stands behind it tells that the lengths in the header are right: nothing else holds them against anything.
+    return begin if is_header and content[begin + size : begin + size + 4] in _BEHIND else None
 
 
-def _content(content: memoryview, header: int, size: int) -> bytes | None:
-    begin = _begin(content, header, size)
+def _content(content: memoryview, name: bytes, header: int, size: int) -> bytes | None:
+    begin = _begin(content, name, header, size)
     return None if begin is None else bytes(content[begin : begin + size])

@@ -63,18 +63,14 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
     Tensors that share memory are written in the order of ``pairs``, by one thread.
     """
-    small: list[tuple[torch.Tensor, torch.Tensor]] = []
-    large: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     with torch.no_grad():
         whole = [(_local(target), _local(source)) for target, source in pairs]
-    for target, source in whole:
-        # By the memory behind it, which may be larger than the tensor.
-        memory = target.untyped_storage()
-        if memory.nbytes() >= _SMALL_BYTES:
-            large.setdefault(memory.data_ptr(), []).append((target, source))
-        else:
-            small.append((target, source))
-    in_threads(_copy_in_order, list(large.values()))
+    small: list[tuple[torch.Tensor, torch.Tensor]] = []
+    large: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+    for group in _by_memory(whole):
+        is_small = all(target.untyped_storage().nbytes() < _SMALL_BYTES for target, _ in group)
+        small.extend(group) if is_small else large.append(group)
+    in_threads(_copy_in_order, large)
     _copy_many(small)
 
 
@@ -86,6 +82,20 @@ def in_form_of(live: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(live, DTensor):
         return local
     return DTensor(local, live._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _by_memory(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Put together what shares memory, also where several storages lie over the same bytes, as NumPy makes them."""
+    storages = [target.untyped_storage() for target, _ in pairs]
+    spans = sorted((storage.data_ptr(), storage.nbytes(), index) for index, storage in enumerate(storages))
+    groups: list[list[int]] = []
+    end = 0
+    for begin, size, index in spans:
+        if not groups or begin >= end:
+            groups.append([])
+        groups[-1].append(index)
+        end = max(end, begin + size)
+    return [[pairs[index] for index in sorted(group)] for group in groups]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

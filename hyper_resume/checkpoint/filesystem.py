@@ -178,7 +178,7 @@ def _serialise(data: torch.Tensor | io.BytesIO) -> Iterator[bytes | memoryview]:
         return
     tensor = data.detach().cpu()
     around = archive.template(tensor.dtype, tuple(tensor.shape)) if tensor.layout is torch.strided else None
-    if around is not None and not (tensor.is_conj() or tensor.is_neg()):
+    if around is not None:
         yield around.prefix
         if around.data_bytes:
             yield memoryview(digest.bytes_of(tensor)).cast("B")

@@ -121,6 +121,8 @@ class _Reader:
 
     def add_tensor(self, name: str, item: Any) -> None:
         """One entry: its type, its shape, its chunks."""
+        if type(item) is not list or len(item) != 3 or type(item[2]) is not list:
+            raise FormError(f"entry {shorten(name)}: no type, shape and chunks")
         dtype, shape, chunks = item
         properties = self._properties.get(dtype)
         if properties is None:

@@ -109,7 +109,8 @@ class InputFile(io.FileIO):
         Raises:
             OSError: they can't be.
         """
-        if self._map is not None and length:
+        length = min(length, self.size_bytes - offset)
+        if self._map is not None and length > 0:
             begin = offset - offset % mmap.PAGESIZE
             self._map.madvise(_POPULATE_READ, begin, offset + length - begin)
 
@@ -141,7 +142,7 @@ def _mapped(descriptor: int, size: int) -> mmap.mmap | None:
     try:
         found = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
         found.madvise(_POPULATE_READ, 0, min(size, mmap.PAGESIZE))
-    except (OSError, AttributeError):
+    except (OSError, ValueError, AttributeError):
         # Too old a kernel, or no madvise; or the first page can't be read, and then reading it says so better.
         return None
     return found

@@ -16,6 +16,17 @@ from torch.distributed.tensor import DTensor
 from hyper_resume.checkpoint.copying import copy_all, in_form_of
 
 
+def _copied(value: Any) -> Any:
+    """A deep copy of plain values; a tensor among them may be part of a graph, which ``copy.deepcopy`` refuses."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) in (list, tuple, set):
+        return type(value)(_copied(item) for item in value)
+    if isinstance(value, dict):
+        return type(value)({key: _copied(item) for key, item in value.items()})
+    return copy.deepcopy(value)
+
+
 class Stager(AsyncStager):
     """Copies to the CPU. One save at a time: the next one writes over what this one has staged."""
 
@@ -33,7 +44,7 @@ class Stager(AsyncStager):
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, value in flat.items():
             if not isinstance(value, torch.Tensor):
-                staged[name] = copy.deepcopy(value)
+                staged[name] = _copied(value)
                 continue
             local = value.to_local() if isinstance(value, DTensor) else value
             room = self._kept.get(name)
