@@ -204,8 +204,8 @@ def test_every_file_of_a_real_save_is_told_to_its_last_byte_and_in_the_order_of_
     told = [(what, final(where), there) for what, where, there in told_by(tmp_path, SAVES, imports=IMPORTS)]
     root = tmp_path / "root"
     sizes = {str(path.relative_to(root)): path.stat().st_size for path in root.rglob("*") if path.is_file()}
-    # Each save leaves shards, metadata, manifest, pointer and lock; two leave a file of training state too.
-    assert len(sizes) == 1 + 2 + 4 * 5 + 2
+    # Each save leaves shards, metadata, index, manifest, pointer and lock; two leave a file of training state too.
+    assert len(sizes) == 1 + 2 + 4 * 6 + 2
     for name, size in sizes.items():
         own = [(what, there) for what, where, there in told if where == name]
         grown = [there for what, there in own if what == "write"]

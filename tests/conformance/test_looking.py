@@ -40,7 +40,7 @@ def saved_in(folder: Path, *, per_rank: bool = True) -> Path:
 def test_a_look_tells_what_the_manifest_says(tmp_path: Path) -> None:
     told = look_into(saved_in(tmp_path))["manifest"]
     assert (told["step"], told["world_size"], told["mesh"], told["ancestors"]) == ("4", "1", "none", "")
-    files = {"file..metadata", "file.__0_0.distcp", "file.extra_state/extra_state_rank_0.pt"}
+    files = {"file..metadata", "file.index.json", "file.__0_0.distcp", "file.extra_state/extra_state_rank_0.pt"}
     assert {name for name in told if name.startswith("file.")} == files
     assert {"bucket.rank_0.model", "bucket.rank_0.rng_state", "bucket.rank_0.progress"} <= set(told)
 
