@@ -111,6 +111,7 @@ class DataGiven:
         ``unsized`` an endless one without a length and without a state.
     workers: processes that read. prefetch: batches that a background thread reads ahead, 0 for no thread.
     dp_world_size, dp_rank: given to the DataLoader as plain arguments; no process group is needed.
+    shuffle_method: an order drawn as a whole, or computed position by position.
     fingerprint: the dataset's own, None for none.
     first_id: sample i is the number first_id + i (another dataset of the same length).
     """
@@ -119,6 +120,7 @@ class DataGiven:
     samples: int = 20
     batch_size: int = 4
     shuffle: bool = True
+    shuffle_method: Literal["randperm", "feistel"] = "randperm"
     drop_last: bool = False
     workers: int = 0
     prefetch: int = 0

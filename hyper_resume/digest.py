@@ -21,7 +21,7 @@ _OF_BLOCKS = f"{ALGORITHM}/{BLOCK_BYTES}:"
 # Types whose tensors are arrays as they are; that saves two views a tensor.
 _OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
 # The text form: the algorithm stands in front, so that another one can be told from it later.
-_TEXT = re.compile(rf"{ALGORITHM}(?:/{BLOCK_BYTES})?:[0-9a-f]{{32}}")
+_TEXT = re.compile(rf"{ALGORITHM}(?:/{BLOCK_BYTES}|/entries)?:[0-9a-f]{{32}}")
 
 
 class FileHasher:
@@ -94,6 +94,27 @@ def digest_state(state: Any) -> str:
 def state_text(state: Any) -> str:
     """Return :func:`digest_state` in the text form of digests."""
     return f"{ALGORITHM}:{digest_state(state)}"
+
+
+def text_of_entries(digests: Mapping[str, bytes]) -> str:
+    """Return the digest of a state of named entries from those of its entries, as text. Their order does not count."""
+    hasher = xxhash.xxh3_128()
+    for name in sorted(digests):
+        hasher.update(f"key {name!r}".encode("utf-8", "surrogatepass"))
+        hasher.update(digests[name])
+    return f"{ALGORITHM}/entries:{hasher.hexdigest()}"
+
+
+def is_of_a_whole(text: str) -> bool:
+    """True for a digest that was taken in one go, as those of all states were before."""
+    return text.startswith(f"{ALGORITHM}:")
+
+
+def entry_digest(value: Any) -> bytes:
+    """Return the digest of one entry, as :func:`digest_state` takes it."""
+    hasher = xxhash.xxh3_128()
+    _feed(hasher, value)
+    return hasher.digest()
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:

@@ -125,6 +125,7 @@ def build_data(given: Given, *, rank: int, world_size: int) -> tuple[Any, Ids]:
         dataset,
         batch_size=data.batch_size,
         shuffle=data.shuffle,
+        shuffle_method=data.shuffle_method,
         seed=given.seed,
         drop_last=data.drop_last,
         num_workers=data.workers,

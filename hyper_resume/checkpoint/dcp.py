@@ -343,7 +343,7 @@ class DistributedCheckpointer(CheckpointerBase):
         saved = loading.saved_digests(manifest, mesh_of(state))
 
         def check() -> dict[str, str]:
-            found = {**incoming.digests(), **extra.bucket_digests(training_state)}
+            found = {**incoming.digests(saved), **extra.bucket_digests(training_state)}
             loading.compare_digests(saved, found, incoming.not_as_saved(manifest), path)
             if self.check_loaded is not None:
                 self.check_loaded(incoming.nested(), training_state)

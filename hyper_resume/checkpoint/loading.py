@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -40,6 +41,8 @@ _NAMES_SHOWN = 5
 _ATTEMPT = re.compile(rb"global_step_[0-9]{1,18}\.[0-9a-f]{12}")
 EXTRA_STATE_DIRECTORY = "extra_state"
 _HEAD_BYTES = 1 << 20
+# Entries that are worth a thread.
+_LARGE_BYTES = 1 << 20
 
 
 def verify(
@@ -236,9 +239,9 @@ class Incoming:
         asked = name_digests(self._live)
         return {bucket for bucket in asked if saved.get(bucket) != asked[bucket]}
 
-    def digests(self) -> dict[str, str]:
-        """Bucket -> digest of what was read."""
-        return bucket_digests({**self._live, **self._read})
+    def digests(self, like: Mapping[str, str]) -> dict[str, str]:
+        """Bucket -> digest of what was read, taken as those in ``like`` are."""
+        return bucket_digests({**self._live, **self._read}, like)
 
     def fill(self) -> None:
         """Write to the live state what was read. Nothing here can fail for the checkpoint's sake."""
@@ -256,13 +259,26 @@ def _bucket_entries(stored: Mapping[str, Any], buckets: set[str]) -> set[str]:
     return {name for name in stored if name.split(".", 1)[0] in buckets}
 
 
-def bucket_digests(flat: Mapping[str, Any]) -> dict[str, str]:
-    """Return bucket -> digest of this rank's part of a flattened payload; a thread a bucket."""
-    buckets: dict[str, dict[str, Any]] = {}
+def bucket_digests(flat: Mapping[str, Any], like: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Return bucket -> digest of this rank's part of a flattened payload, found by several threads.
+
+    Args:
+        flat: entry name -> value.
+        like: bucket -> a digest that it will be held against; one of an earlier version is taken as that one took it.
+    """
+    large = [name for name, value in flat.items() if isinstance(value, torch.Tensor) and value.nbytes >= _LARGE_BYTES]
+    found = dict(zip(large, in_threads(lambda name: digest.entry_digest(flat[name]), large), strict=True))
+    buckets: dict[str, dict[str, bytes]] = {}
     for name, value in flat.items():
-        buckets.setdefault(name.split(".", 1)[0], {})[name] = value
-    found = in_threads(digest.state_text, list(buckets.values()))
-    return dict(zip(buckets, found, strict=True))
+        of_entry = found[name] if name in found else digest.entry_digest(value)
+        buckets.setdefault(name.split(".", 1)[0], {})[name] = of_entry
+    earlier = {bucket for bucket in buckets if digest.is_of_a_whole(like.get(bucket, ""))}
+    return {
+        bucket: digest.state_text({name: flat[name] for name in entries})
+        if bucket in earlier
+        else digest.text_of_entries(entries)
+        for bucket, entries in buckets.items()
+    }
 
 
 def name_digests(flat: Mapping[str, Any]) -> dict[str, str]:
