@@ -13,4 +13,3 @@ def _missing_key_tolerated(put: Saboteur) -> None:
         original(wanted, metadata, strict=False, where=where)
 
     put.replace("hyper_resume.checkpoint.dcp:check_model_entries", check)
-    put.replace("hyper_resume.checkpoint.planner:check_model_entries", check)

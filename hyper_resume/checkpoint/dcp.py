@@ -26,9 +26,9 @@ from hyper_resume.checkpoint.attempt import SAVE_ID, check_training_state, mark_
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase, LoadReport
 from hyper_resume.checkpoint.copying import uncollected
 from hyper_resume.checkpoint.filesystem import ShardWriter
+from hyper_resume.checkpoint.kinds import MODEL_BUCKET, check_model_entries
 from hyper_resume.checkpoint.manifest import FileEntry, Manifest
 from hyper_resume.checkpoint.plan_cache import CachingPlanner, Layout, PlanCache, layout_of
-from hyper_resume.checkpoint.planner import MODEL_BUCKET, check_model_entries
 from hyper_resume.checkpoint.reading import load_entries, read_own_training_state
 from hyper_resume.checkpoint.retention import Retention
 from hyper_resume.checkpoint.root import WritableRoot

@@ -20,6 +20,7 @@ from hyper_resume import collective, digest
 from hyper_resume.checkpoint import layout, operations, safe_load
 from hyper_resume.checkpoint.copying import copy_all, in_threads
 from hyper_resume.checkpoint.description import read_metadata
+from hyper_resume.checkpoint.kinds import is_of_kind, kind_of_live, kind_of_stored
 from hyper_resume.checkpoint.manifest import (
     MANIFEST_NAME,
     MISSING,
@@ -30,7 +31,6 @@ from hyper_resume.checkpoint.manifest import (
     unlisted_files,
     verify_files,
 )
-from hyper_resume.checkpoint.planner import is_of_kind, kind_of_live, kind_of_stored
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
 
 logger = logging.getLogger(__name__)
