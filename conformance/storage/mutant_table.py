@@ -267,6 +267,15 @@ _ERRORS = (
         "    if one.manifest is None or one is head:\n", "    if True:\n", "lineage/going back",
     ),
     _entry(
+        "layout-not-compared", "a plan is used again whatever is saved", "plan_cache:PlanCache.knows",
+        "self.plan is not None and self._layout == layout", "self.plan is not None", "plans/other layout",
+    ),
+    _entry(
+        "plan-kept-after-a-failure", "what a failed save has planned and written is taken as known",
+        "dcp:DistributedCheckpointer._fail", "            self._plans.forget()\n", "            pass\n", "errors/first save",
+        "errors/next save",
+    ),
+    _entry(
         "going-back-untold", "a run that goes back leaves the pointer at the future that it left",
         "root:WritableRoot._where_it_begins", "                layout.write_pointer(root, step)\n",
         "                pass\n", "crash/lineage",

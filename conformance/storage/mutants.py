@@ -157,12 +157,36 @@ def _going_back(_: str) -> Notices:
                 yield f"LATEST is {Path(found or 'nothing').name}, not global_step_{step}"
 
 
+def _other_layout(_: str) -> Notices:
+    """Three saves by one checkpointer, the second of them of other entries: each is read by stock DCP as what was saved."""
+    import torch
+    from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+
+    from hyper_resume.checkpoint import DistributedCheckpointer
+
+    with tempfile.TemporaryDirectory(prefix="mutant-", dir=scratch()) as place:
+        checkpointer = DistributedCheckpointer()
+        for step, names in ((1, "ab"), (2, "abc"), (3, "abc")):
+            saved = {"model": {name: torch.full((step,), float(step)) for name in names}}
+            directory = str(Path(place) / f"global_step_{step}")
+            checkpointer.save(directory, saved, global_step=step)
+            found = {"model": {name: torch.zeros(step) for name in names}}
+            try:
+                stock_load(found, checkpoint_id=directory, no_dist=True)
+            except BaseException as error:  # noqa: BLE001  DCP's own is no Exception
+                yield f"stock DCP can't load save {step} ({type(error).__name__})"
+                continue
+            if not all(torch.equal(found["model"][name], saved["model"][name]) for name in names):
+                yield f"save {step} holds something else"
+
+
 PROBES: Mapping[str, tuple[Callable[[str], Notices], str]] = {
     **{
         f"crash/{name}": (_crash, name)
         for name in ("first_save", "next_save", "resave", "resave_two_renames", "retention", "lineage")
     },
     "lineage/going back": (_going_back, ""),
+    "plans/other layout": (_other_layout, ""),
     "corruption/per_rank": (_corruption, "per_rank"),
     "corruption/embedded": (_corruption, "embedded"),
     **{
