@@ -40,7 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _guarded(lambda: train(arguments.config, overrides))
     if overrides:
         _parser().error(f"unrecognized arguments: {' '.join(overrides)}")
-    return _guarded(lambda: arguments.run(arguments))
+    return _guarded(lambda: _look(arguments))
+
+
+def _look(arguments: argparse.Namespace) -> int | None:
+    """Run a command that prints what it finds, to somebody who may stop reading (``| head``)."""
+    try:
+        found: int | None = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still to be flushed at the exit goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -141,6 +141,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
     return folder, _start(folder, "train", "train.yaml", "--trajectory.dir=trajectory")
 
 
+def test_a_reader_that_goes_away_leaves_no_traceback(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "hyper_resume.cli", "verify", str(trained[0] / "checkpoints")]
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (cli.EXIT_ERROR, "")
+
+
 def test_a_preempted_training_exits_with_75_in_one_line_and_goes_on(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
     command = [sys.executable, "-m", "hyper_resume.cli", "train", "train.yaml", "--trajectory.dir=trajectory"]
