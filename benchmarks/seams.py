@@ -16,6 +16,7 @@ from benchmarks.states import State, memory_of
 from hyper_resume import digest
 from hyper_resume.checkpoint.copying import in_threads
 from hyper_resume.checkpoint.filesystem import ShardWriter, ShardWriteResult
+from hyper_resume.checkpoint.loading import bucket_digests
 from hyper_resume.checkpoint.manifest import FileEntry, Manifest
 from hyper_resume.checkpoint.plan_cache import CachingPlanner, PlanCache
 
@@ -87,10 +88,15 @@ def _writer(folder: Path, cache: PlanCache, world_size: int) -> ShardWriter:
 
 def digests_of_save(state: State) -> list[str]:
     """What a save hashes: every tensor for its bucket, and again as a part of its file."""
-    return [digest.state_text(state), digest.digest_bytes(memory_of(state))]
+    return [_of_bucket(state), digest.digest_bytes(memory_of(state))]
 
 
 def digests_of_load(state: State) -> list[str]:
     """What a load hashes: the blocks of the file, in threads, and every tensor that was read for its bucket."""
     blocks = in_threads(lambda block: digest.raw_digest([block]), list(memory_of(state)))
-    return [digest.text_of_blocks(blocks), digest.state_text(state)]
+    return [digest.text_of_blocks(blocks), _of_bucket(state)]
+
+
+def _of_bucket(state: State) -> str:
+    """The state as one bucket of a payload."""
+    return bucket_digests({f"model.{name}": tensor for name, tensor in state.items()})["model"]
