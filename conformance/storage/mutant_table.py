@@ -212,7 +212,8 @@ _CHECKS = (
     ),
     _entry(
         "digest-of-what-was-meant", "a shard's digest leaves out what is written last", "stream:Stream._put",
-        "self._hasher.update, content)", "self._hasher.update, memoryview(content)[:-1])", "corruption/per_rank",
+        "            self._hasher.update(content)\n", "            self._hasher.update(memoryview(content)[:-1])\n",
+        "corruption/per_rank",
     ),
     _entry(
         "read-into-live", "a load reads straight into the live tensors", "reading:load_entries",

@@ -167,7 +167,9 @@ def _refuse_lost_manifest(directory: Path, metadata: Metadata) -> None:
 
 def _verify_in_parallel(directory: Path, manifest: Manifest, names: list[str], *, digests: bool) -> list[str]:
     check = partial(_verify_one, directory, manifest, digests=digests)
-    found = in_threads(check, names) if digests else map(check, names)
+    # Small files cost less to read than threads to start.
+    is_large = sum(manifest.files[name].size_bytes for name in names) >= _LARGE_BYTES
+    found = in_threads(check, names) if digests and is_large else map(check, names)
     return [complaint for complaint in found if complaint]
 
 

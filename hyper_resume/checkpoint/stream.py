@@ -12,6 +12,7 @@ from hyper_resume.checkpoint.operations import Buffer, OutputFile
 _SMALL_BYTES = 64 << 10
 # Of what is gathered, and of the pieces that a large buffer is written in: hashing one while the next is written.
 _BLOCK_BYTES = 4 << 20
+_WORTH_A_THREAD_BYTES = 1 << 20
 
 
 class Stream:
@@ -66,6 +67,11 @@ class Stream:
 
     def _put(self, content: Buffer) -> None:
         """Write a piece; its digest is taken beside that, of the same memory."""
+        if len(content) < _WORTH_A_THREAD_BYTES:
+            # Beside a training loop that holds the interpreter, each word between threads costs milliseconds.
+            self._hasher.update(content)
+            self._file.write(content)
+            return
         hashed = start(self._thread, self._hasher.update, content)
         self._file.write(content)
         # The hash of one piece is done before the next is written, so that no more than that is held.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 RANKS = 4
 POINTER = "latest_checkpoint_iteration.txt"
 # Every file of a step directory that four ranks wrote.
-FILES = {".metadata", "manifest.json"} | {
+FILES = {".metadata", "index.json", "manifest.json"} | {
     name for rank in range(RANKS) for name in (f"__{rank}_0.distcp", f"extra_state/extra_state_rank_{rank}.pt")
 }
 

@@ -99,7 +99,8 @@ def test_a_reader_beside_the_saves_only_ever_sees_a_pointer_to_a_whole_directory
     ended = threading.Event()
 
     def read() -> None:
-        while not ended.is_set():
+        # It looks a thousand times a second. Without a pause four readers leave the savers none of two cores.
+        while not ended.wait(0.001):
             step = pointed_step(shared_folder)
             if step is not None:
                 if not is_whole(shared_folder / f"global_step_{step}"):
@@ -129,6 +130,7 @@ def test_a_step_that_is_saved_again_is_replaced_whole_on_every_rank(shared_folde
     checkpointer.save(str(target), own_state(6), global_step=5)
     second = contents(target)
     assert is_whole(target)
-    files = [name for name, digest in first.items() if digest != "folder"]
+    # What the index says follows from the layout alone, which is the same.
+    files = [name for name, digest in first.items() if digest != "folder" and name != "index.json"]
     assert [name for name in files if first[name] == second[name]] == []
     assert same_on_all_ranks(second)
