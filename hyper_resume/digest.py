@@ -86,9 +86,7 @@ def digest_state(state: Any) -> str:
     Two states have the same digest when every tensor is equal bit for bit (so 0.0 and -0.0 differ) and every plain value
     has the same repr. Dict order does not count.
     """
-    hasher = xxhash.xxh3_128()
-    _feed(hasher, state)
-    return hasher.hexdigest()
+    return entry_digest(state).hex()
 
 
 def state_text(state: Any) -> str:
@@ -111,7 +109,7 @@ def is_of_a_whole(text: str) -> bool:
 
 
 def entry_digest(value: Any) -> bytes:
-    """Return the digest of one entry, as :func:`digest_state` takes it."""
+    """Return the digest of one entry, the bytes of what :func:`digest_state` returns."""
     hasher = xxhash.xxh3_128()
     _feed(hasher, value)
     return hasher.digest()

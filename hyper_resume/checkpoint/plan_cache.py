@@ -48,12 +48,11 @@ class PlanCache:
 
     def __init__(self) -> None:
         """Know nothing."""
-        self._layout: Layout | None = None
         self.forget()
 
     def forget(self) -> None:
         """Plan anew the next time."""
-        self._layout = None
+        self._layout: Layout | None = None
         self.plan: SavePlan | None = None
         self.metadata: Metadata | None = None
         self._places: Sequence[tuple[Any, ...]] | None = None
