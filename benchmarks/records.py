@@ -249,17 +249,6 @@ def _parse(line: str, where: str) -> Record:
 
 def records_schema() -> dict[str, Any]:
     """The JSON Schema of one line; ``schema/benchmark.schema.json`` holds it."""
-    definitions: dict[str, Any] = {}
-    for name, kind in KINDS.items():
-        serial.json_schema(kind, definitions)
-        body = definitions[kind.__name__]
-        body["properties"] = {"record": {"const": name}, **body["properties"]}
-        body["required"] = ["record", *body["required"]]
-    definitions["HeaderRecord"]["properties"]["schema"] = {"const": SCHEMA}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"one line of {FILE_NAME}",
-        "description": SCHEMA,
-        "anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in KINDS.values()],
-        "$defs": definitions,
-    }
+    schema = serial.schema_of_lines(KINDS, title=f"one line of {FILE_NAME}", description=SCHEMA)
+    schema["$defs"]["HeaderRecord"]["properties"]["schema"] = {"const": SCHEMA}
+    return schema

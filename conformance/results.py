@@ -355,16 +355,4 @@ def _parse(line: str, where: str) -> Record:
 
 def results_schema() -> dict[str, Any]:
     """The JSON Schema of one line of ``results.jsonl``; ``schema/results.schema.json`` holds it."""
-    definitions: dict[str, Any] = {}
-    for name, kind in KINDS.items():
-        serial.json_schema(kind, definitions)
-        body = definitions[kind.__name__]
-        body["properties"] = {"record": {"const": name}, **body["properties"]}
-        body["required"] = ["record", *body["required"]]
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "one line of results.jsonl",
-        "description": SCHEMA,
-        "anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in KINDS.values()],
-        "$defs": definitions,
-    }
+    return serial.schema_of_lines(KINDS, title="one line of results.jsonl", description=SCHEMA)

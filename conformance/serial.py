@@ -156,6 +156,23 @@ def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
+def schema_of_lines(kinds: Mapping[str, type], *, title: str, description: str) -> dict[str, Any]:
+    """The JSON Schema of one line of a records file: one of ``kinds``, named by its key ``record``."""
+    definitions: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        json_schema(kind, definitions)
+        body = definitions[kind.__name__]
+        body["properties"] = {"record": {"const": name}, **body["properties"]}
+        body["required"] = ["record", *body["required"]]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": title,
+        "description": description,
+        "anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds.values()],
+        "$defs": definitions,
+    }
+
+
 def _schema_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
