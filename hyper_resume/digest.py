@@ -21,7 +21,8 @@ _OF_BLOCKS = f"{ALGORITHM}/{BLOCK_BYTES}:"
 # Types whose tensors are arrays as they are; that saves two views a tensor.
 _OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
 # The text form: the algorithm stands in front, so that another one can be told from it later.
-_TEXT = re.compile(rf"{ALGORITHM}(?:/{BLOCK_BYTES}|/entries)?:[0-9a-f]{{32}}")
+_OF_TABLE = f"{ALGORITHM}/table:"
+_TEXT = re.compile(rf"{ALGORITHM}(?:/{BLOCK_BYTES}|/table|/entries|/data)?:[0-9a-f]{{32}}")
 
 
 class FileHasher:
@@ -52,9 +53,22 @@ class FileHasher:
 
 def text_of_blocks(digests: Sequence[bytes]) -> str:
     """Return the digest of a file from those of its blocks, as text; of one block it is that block's."""
-    if len(digests) == 1:
-        return f"{ALGORITHM}:{digests[0].hex()}"
-    return f"{_OF_BLOCKS}{xxhash.xxh3_128(b''.join(digests)).hexdigest()}"
+    return f"{ALGORITHM if len(digests) == 1 else _OF_BLOCKS[:-1]}:{joined(digests).hex()}"
+
+
+def joined(digests: Sequence[bytes]) -> bytes:
+    """Return the digest of bytes from those of their blocks; of one block it is that block's."""
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))
+
+
+def text_of_table(table: Any) -> str:
+    """Return the digest, as text, of a file that ends with the table of its own digests."""
+    return f"{_OF_TABLE}{xxhash.xxh3_128_hexdigest(table)}"
+
+
+def is_of_table(text: str) -> bool:
+    """True for the digest of a file that ends with the table of its own digests."""
+    return text.startswith(_OF_TABLE)
 
 
 def is_of_blocks(text: str) -> bool:
@@ -65,6 +79,15 @@ def is_of_blocks(text: str) -> bool:
 def is_digest(text: str) -> bool:
     """True for the text form of a digest."""
     return _TEXT.fullmatch(text) is not None
+
+
+def data_digest(content: Any) -> bytes:
+    """Return the digest of a buffer's bytes, by blocks as that of a file."""
+    view = memoryview(content)
+    if view.nbytes <= BLOCK_BYTES:
+        return xxhash.xxh3_128_digest(view)
+    view = view.cast("B")
+    return joined([xxhash.xxh3_128_digest(view[at : at + BLOCK_BYTES]) for at in range(0, view.nbytes, BLOCK_BYTES)])
 
 
 def raw_digest(chunks: Iterable[Any]) -> bytes:
@@ -86,7 +109,13 @@ def digest_state(state: Any) -> str:
     Two states have the same digest when every tensor is equal bit for bit (so 0.0 and -0.0 differ) and every plain value
     has the same repr. Dict order does not count.
     """
-    return entry_digest(state).hex()
+    return _digest_in_one_go(state).hex()
+
+
+def _digest_in_one_go(state: Any) -> bytes:
+    hasher = xxhash.xxh3_128()
+    _feed(hasher, state)
+    return hasher.digest()
 
 
 def state_text(state: Any) -> str:
@@ -94,25 +123,44 @@ def state_text(state: Any) -> str:
     return f"{ALGORITHM}:{digest_state(state)}"
 
 
+def entry_digest(value: Any, data: bytes | None = None) -> bytes:
+    """Return the digest of one entry of a state: of a tensor that of type, shape and its bytes' digest.
+
+    Args:
+        value: a tensor, of a sharded one this rank's part; or any nested state.
+        data: :func:`data_digest` of the tensor's bytes, where it is known.
+    """
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if not isinstance(value, torch.Tensor):
+        return _digest_in_one_go(value)
+    data = data or data_digest(bytes_of(value))
+    return xxhash.xxh3_128_digest(f"tensor {value.dtype} {tuple(value.shape)} ".encode() + data)
+
+
 def text_of_entries(digests: Mapping[str, bytes]) -> str:
-    """Return the digest of a state of named entries from those of its entries, as text. Their order does not count."""
+    """Return the digest of a state of named entries from :func:`entry_digest` of each, as text. Order does not count."""
+    return f"{ALGORITHM}/data:{_of_named(digests)}"
+
+
+def _of_named(digests: Mapping[str, bytes]) -> str:
     hasher = xxhash.xxh3_128()
     for name in sorted(digests):
         hasher.update(f"key {name!r}".encode("utf-8", "surrogatepass"))
         hasher.update(digests[name])
-    return f"{ALGORITHM}/entries:{hasher.hexdigest()}"
+    return hasher.hexdigest()
 
 
-def is_of_a_whole(text: str) -> bool:
-    """True for a digest that was taken in one go, as those of all states were before."""
-    return text.startswith(f"{ALGORITHM}:")
+def earlier_text(entries: Mapping[str, Any], like: str) -> str | None:
+    """Return the digest of a state of named entries, as text, as the version took it that wrote ``like``.
 
-
-def entry_digest(value: Any) -> bytes:
-    """Return the digest of one entry, the bytes of what :func:`digest_state` returns."""
-    hasher = xxhash.xxh3_128()
-    _feed(hasher, value)
-    return hasher.digest()
+    None when that is how it is taken now.
+    """
+    if like.startswith(f"{ALGORITHM}:"):
+        return state_text(entries)
+    if like.startswith(f"{ALGORITHM}/entries:"):
+        return f"{ALGORITHM}/entries:{_of_named({name: _digest_in_one_go(entries[name]) for name in entries})}"
+    return None
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:

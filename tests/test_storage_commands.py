@@ -63,7 +63,7 @@ def test_verify_names_the_one_flipped_bit(root: Path, capsys: pytest.CaptureFixt
     assert _run("verify", str(root)) == 1
     out = capsys.readouterr().out
     assert f"DAMAGED  {root / 'global_step_3'}" in out
-    assert "__0_0.distcp: expected digest xxh3_128:" in out
+    assert "__0_0.distcp: expected digest xxh3_128/table:" in out
     assert out.splitlines()[-1] == f"LATEST: {root / 'global_step_2'}"
     assert _run("verify", "--size-only", str(root)) == 0
 

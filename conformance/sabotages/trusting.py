@@ -122,13 +122,13 @@ def _bucket_of_the_wrong_rank(put: Saboteur) -> None:
 def _load_not_buffered(put: Saboteur) -> None:
     """What is read goes straight into the live tensors, each entry as it comes."""
 
-    def load(original: Any, wanted: Any, directory: Path, metadata: Any) -> Any:
-        found = {}
+    def load(original: Any, wanted: Any, *args: Any) -> Any:
+        found = original({}, *args)
         for name, live in wanted.items():
-            found.update(original({name: live}, directory, metadata))
+            found.values.update(original({name: live}, *args).values)
             if isinstance(live, torch.Tensor):
                 with torch.no_grad():
-                    live.detach().copy_(found[name])
+                    live.detach().copy_(found.values[name])
         return found
 
     put.replace(f"{_DCP}:load_entries", load)

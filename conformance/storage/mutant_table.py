@@ -203,7 +203,7 @@ _CHECKS = (
     ),
     _entry(
         "load-unverified", "nothing is verified", "dcp:DistributedCheckpointer._verified",
-        "proved.manifest = loading.verify(directory, self._verify, self._group(), parts=parts - proved.parts)",
+        "proved.manifest = loading.verify(directory, self._verify, self._group(), parts=left, proofs=proved.proofs)",
         "proved.manifest = loading.read_manifest(directory)", "corruption/per_rank",
     ),
     _entry(
@@ -211,9 +211,13 @@ _CHECKS = (
         "    if step in (None, manifest.step):\n", "    if True:\n", "corruption/per_rank",
     ),
     _entry(
-        "digest-of-what-was-meant", "a shard's digest leaves out what is written last", "stream:Stream._put",
-        "            self._hasher.update(content)\n", "            self._hasher.update(memoryview(content)[:-1])\n",
+        "digest-of-what-was-meant", "the digest of a piece leaves out its last byte", "stream:Stream._hash",
+        "digest.data_digest(content)", "digest.data_digest(memoryview(content)[:-1])",
         "corruption/per_rank",
+    ),
+    _entry(
+        "damaged-segment-passes", "one damaged segment of a shard is passed over", "segments:verify",
+        "    if damaged:\n", "    if len(damaged) > 1:\n", "corruption/per_rank",
     ),
     _entry(
         "read-into-live", "a load reads straight into the live tensors", "reading:load_entries",

@@ -41,7 +41,7 @@ def read_save_id(directory: Path, metadata: Metadata, manifest: Manifest | None 
     ranks = [match.group(1) for match in map(_ENTRY.fullmatch, metadata.state_dict_metadata) if match]
     if not ranks:
         return None
-    values = load_entries({f"{SAVE_ID}.{rank}": None for rank in sorted(ranks)}, directory, metadata)
+    values = load_entries({f"{SAVE_ID}.{rank}": None for rank in sorted(ranks)}, directory, metadata).values
     found = {f"the shards of {name.removeprefix(f'{SAVE_ID}.')}": save_id for name, save_id in values.items()}
     staged = Path(str(getattr(metadata.storage_meta, "checkpoint_id", None) or ""))
     if staged.parent.name == STAGING_NAME:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,16 +22,38 @@ _SMALL_BYTES = 256 << 10
 
 
 def in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Return ``function`` of each item, in order, computed by a few threads.
+    """Return ``function`` of each item, in order, computed by a few threads, of which this is one.
 
     Raises:
-        Exception: whatever ``function`` raised for the first item that it failed for.
+        Exception: whatever ``function`` raised, of the first item that it failed for; items behind it may be left undone.
     """
-    count = min(MOST_THREADS, os.cpu_count() or 1, len(items))
-    if count < 2:
+    others = min(MOST_THREADS, os.cpu_count() or 1, len(items)) - 1
+    if others < 1:
         return [function(item) for item in items]
-    with ThreadPoolExecutor(count, thread_name_prefix="hyper_resume-io") as pool:
-        return [future.result() for future in [start(pool, function, item) for item in items]]
+    found: dict[int, R] = {}
+    failed: dict[int, BaseException] = {}
+    waiting = deque(enumerate(items))
+
+    def work(_: int) -> None:
+        # Each takes the next item by itself: a task an item costs more than most items do.
+        while not failed:
+            try:
+                place, item = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                found[place] = function(item)
+            except BaseException as error:  # noqa: BLE001  raised again below
+                failed[place] = error
+
+    with ThreadPoolExecutor(others, thread_name_prefix="hyper_resume-io") as pool:
+        helping = [start(pool, work, number) for number in range(others)]
+        work(others)
+        for future in helping:
+            future.result()
+    if failed:
+        raise failed[min(failed)]
+    return [found[place] for place in range(len(items))]
 
 
 def start(pool: ThreadPoolExecutor, function: Callable[[T], R], item: T) -> Future[R]:

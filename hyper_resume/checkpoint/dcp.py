@@ -33,11 +33,13 @@ from hyper_resume.checkpoint.reading import load_entries, read_own_training_stat
 from hyper_resume.checkpoint.retention import Retention
 from hyper_resume.checkpoint.root import WritableRoot
 from hyper_resume.checkpoint.saving import Attempt, draft_manifest, mesh_of
+from hyper_resume.checkpoint.segments import Proof
 from hyper_resume.checkpoint.staging import Stager
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError, describe
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_Known = tuple[Manifest | None, Metadata, Mapping[str, Proof]]
 
 
 @CHECKPOINTER_REGISTRY.register("dcp")
@@ -295,7 +297,7 @@ class DistributedCheckpointer(CheckpointerBase):
         self.maybe_wait_for_async_save()
         directory, group = Path(path), self._group()
         with_training_state = extra_state_skeleton is not None
-        manifest, metadata = self._verified(directory, training_state=with_training_state)
+        manifest, metadata, proofs = self._verified(directory, training_state=with_training_state)
         self._proved = None
         save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata, manifest), group)
         model, _ = flatten_state_dict({MODEL_BUCKET: state.get(MODEL_BUCKET, {})})
@@ -309,26 +311,27 @@ class DistributedCheckpointer(CheckpointerBase):
         with uncollected():
             incoming = collective.agree(lambda: loading.Incoming(state, metadata), group)
             collective.agree(lambda: incoming.refuse_other_kinds(metadata, path), group)
-            incoming.take(collective.agree(lambda: load_entries(incoming.wanted, directory, metadata), group))
+            incoming.take(collective.agree(lambda: load_entries(incoming.wanted, directory, metadata, proofs), group))
             self._accept(path, incoming, training_state, manifest, state)
             collective.agree(incoming.fill, group)
         return training_state
 
-    def _verified(self, directory: Path, *, training_state: bool) -> tuple[Manifest | None, Metadata]:
+    def _verified(self, directory: Path, *, training_state: bool) -> _Known:
         """Verify what this process has not just verified, while it looked for the newest good one or asked what is in it."""
         parts: set[loading.Part] = {"weights", "training state"} if training_state else {"weights"}
         proved = self._proved
         if proved is None or proved.directory != directory.absolute():
             proved = _Proved(directory=directory.absolute())
         if not parts <= proved.parts:
-            proved.manifest = loading.verify(directory, self._verify, self._group(), parts=parts - proved.parts)
+            left = parts - proved.parts
+            proved.manifest = loading.verify(directory, self._verify, self._group(), parts=left, proofs=proved.proofs)
             proved.parts |= parts
         if proved.metadata is None:
             proved.metadata = collective.agree(
                 lambda: loading.check_description(directory, proved.manifest), self._group()
             )
         self._proved = proved
-        return proved.manifest, proved.metadata
+        return proved.manifest, proved.metadata, proved.proofs
 
     def _accept(
         self,
@@ -400,7 +403,7 @@ class DistributedCheckpointer(CheckpointerBase):
         self.maybe_wait_for_async_save()
         directory = Path(path)
         # In the order of a load: what is damaged is called so, and not taken for a description.
-        _, metadata = self._verified(directory, training_state=False)
+        _, metadata, _ = self._verified(directory, training_state=False)
         return {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             if isinstance(entry, TensorStorageMetadata)
@@ -439,3 +442,4 @@ class _Proved:
     manifest: Manifest | None = None
     metadata: Metadata | None = None
     parts: set[loading.Part] = field(default_factory=set)
+    proofs: dict[str, Proof] = field(default_factory=dict)

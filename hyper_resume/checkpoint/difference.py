@@ -114,7 +114,7 @@ def _size_bytes(entry: Any) -> int:
 
 
 def _read(side: _Side, names: Sequence[str]) -> dict[str, Any]:
-    return load_entries(dict.fromkeys(names), side.directory, side.metadata)
+    return load_entries(dict.fromkeys(names), side.directory, side.metadata).values
 
 
 def _compare_training_states(one: _Side, other: _Side) -> Iterator[Difference]:

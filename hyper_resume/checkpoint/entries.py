@@ -6,9 +6,10 @@ Of this library's directories and of stock DCP's. Nothing outside the directory 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_resume.checkpoint import archive, operations, safe_load
 from hyper_resume.checkpoint.copying import MOST_THREADS, in_form_of, in_threads
+from hyper_resume.checkpoint.segments import Proof
 from hyper_resume.errors import CheckpointMismatchError, describe
 
 # Files are brought in by ranges; what is not wanted is not, unless it is little.
@@ -25,12 +27,34 @@ _SMALL_GAP_BYTES = 1 << 20
 _MOST_AT_ONCE_BYTES = 256 << 20
 
 
-class Entries:
-    """Reads entries of one step directory. Use as a context; tensors that it gave stay valid afterwards."""
+@dataclass
+class Read:
+    """What was read: name -> value; and name -> digest of a tensor's bytes, where the verification has found it."""
 
-    def __init__(self, directory: Path, metadata: Metadata) -> None:
-        """Read from ``directory``, whose own description is ``metadata``."""
+    values: dict[str, Any] = field(default_factory=dict)
+    data_digests: dict[str, bytes] = field(default_factory=dict)
+
+
+class Entries:
+    """Reads entries of one step directory. Use as a context; tensors that it gave stay valid afterwards.
+
+    Attributes:
+        data_digests: name -> digest of the bytes of a tensor that it gave, where a proof tells it.
+    """
+
+    def __init__(self, directory: Path, metadata: Metadata, proofs: Mapping[str, Proof] = MappingProxyType({})) -> None:
+        """Read from ``directory``.
+
+        Args:
+            directory: the step directory.
+            metadata: its own description.
+            proofs: files that were verified, by name: their bytes are looked at where they were verified, if no file was
+                changed since.
+        """
         self._directory = directory
+        self._proofs: dict[str, Proof] = {}
+        self._offered = dict(proofs)
+        self.data_digests: dict[str, bytes] = {}
         self._described = metadata.state_dict_metadata
         self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
         self._files: dict[str, operations.InputFile] = {}
@@ -57,11 +81,20 @@ class Entries:
         ranges: dict[str, list[tuple[int, int]]] = {}
         for name in names:
             for place in self._places_of(name):
+                if self._is_proved(place.relative_path):
+                    continue
                 ranges.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
         for file_name, found in sorted(ranges.items()):
             file = self._file(file_name)
             pieces = [piece for begin, end in _merged(found) for piece in _pieces(begin, min(end, file.size_bytes))]
             in_threads(lambda piece, file=file: file.bring(*piece), pieces)  # type: ignore[misc]  # bound now
+
+    def _is_proved(self, file_name: str) -> bool:
+        offered = self._offered.pop(file_name, None)
+        # The name is one of the manifest's, so it leads nowhere else.
+        if offered is not None and offered.is_of(self._directory / file_name):
+            self._proofs[file_name] = offered
+        return file_name in self._proofs
 
     def _places_of(self, name: str) -> list[_StorageInfo]:
         entry = self._described[name]
@@ -115,8 +148,9 @@ class Entries:
         self, name: str, entry: TensorStorageMetadata, offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
         """Return the elements from ``offsets`` on, ``sizes`` of them."""
-        if len(entry.chunks) == 1 and entry.chunks[0].sizes == sizes:
-            return self._chunk(name, entry, entry.chunks[0])
+        for chunk in entry.chunks:
+            if chunk.sizes == sizes and chunk.offsets == offsets:
+                return self._chunk(name, entry, chunk, is_all=True)
         found: list[tuple[torch.Tensor, tuple[slice, ...]]] = []
         for chunk in entry.chunks:
             common = _overlap(offsets, sizes, chunk.offsets, chunk.sizes)
@@ -130,7 +164,10 @@ class Entries:
             whole[here].copy_(part)
         return whole
 
-    def _chunk(self, name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> torch.Tensor:
+    def _chunk(
+        self, name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, *, is_all: bool = False
+    ) -> torch.Tensor:
+        """Return a stored chunk; ``is_all`` when it is all that is wanted of the entry."""
         dtype, shape = entry.properties.dtype, tuple(chunk.sizes)
         place = self._places[MetadataIndex(name, chunk.offsets)]
         content = self._content(name, place)
@@ -139,6 +176,10 @@ class Entries:
         if begin is not None:
             if not count:
                 return torch.empty(shape, dtype=dtype)
+            proof = self._proofs.get(place.relative_path) if is_all else None
+            known = proof and proof.data_digest(place.offset + begin, count * dtype.itemsize)
+            if known:
+                self.data_digests[name] = known
             return torch.frombuffer(content, dtype=dtype, count=count, offset=begin).view(shape)
         where = self._where(name, place)
         found = safe_load.load_plain(content, where)
@@ -153,7 +194,11 @@ class Entries:
             # Nothing of ours writes them, and one that decompresses has no bound.
             found = f"transformed by {place.transform_descriptors[0]}"
             raise _not_as_described(self._where(name, place), "bytes as they were saved", found)
-        content = self._file(place.relative_path).part(place.offset, place.length)
+        proof = self._proofs.get(place.relative_path)
+        if proof is not None:
+            content = proof.content[place.offset : place.offset + place.length]
+        else:
+            content = self._file(place.relative_path).part(place.offset, place.length)
         if len(content) != place.length:
             expected = f"{place.length} bytes at {place.offset}"
             raise _not_as_described(self._where(name, place), expected, f"{len(content)} bytes")

@@ -93,7 +93,7 @@ class ShardWriter(StorageWriter):
         places: list[tuple[WriteItem, int, int]] = []
         # Tensors first: their sizes follow from the layout, so that they stand at the same places in every save.
         items = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
-        with operations.current().create(self._path / name) as file, Stream(file) as stream:
+        with operations.current().create(self._path / name) as file, Stream(file, with_table=True) as stream:
             for item in items:
                 begin = stream.align(archive.ALIGNMENT)
                 for content in _serialise(planner.resolve_data(item)):

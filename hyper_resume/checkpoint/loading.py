@@ -20,6 +20,7 @@ from hyper_resume import collective, digest
 from hyper_resume.checkpoint import layout, operations, safe_load
 from hyper_resume.checkpoint.copying import copy_all, in_threads
 from hyper_resume.checkpoint.description import read_metadata
+from hyper_resume.checkpoint.entries import Read
 from hyper_resume.checkpoint.kinds import is_of_kind, kind_of_live, kind_of_stored
 from hyper_resume.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -31,6 +32,7 @@ from hyper_resume.checkpoint.manifest import (
     unlisted_files,
     verify_files,
 )
+from hyper_resume.checkpoint.segments import Proof
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ def verify(
     group: dist.ProcessGroup | None,
     *,
     parts: Collection[Part] = ("weights", "training state"),
+    proofs: dict[str, Proof] | None = None,
 ) -> Manifest | None:
     """Hold a step directory against its manifest; every rank reads the files of its own number, all share the verdict.
 
@@ -59,6 +62,7 @@ def verify(
         how: sizes only, or digests too.
         group: of all ranks.
         parts: of which files: those of the training state, all others, or both.
+        proofs: gets what is known then of this rank's files, by name.
 
     Returns:
         the manifest; None for a directory without one, of which nothing can be said.
@@ -76,7 +80,9 @@ def verify(
         for name, entry in sorted(manifest.files.items())
         if entry.rank % world_size == rank and _part_of(name) in parts
     ]
-    found = collective.agree(lambda: _verify_in_parallel(directory, manifest, own, digests=how == "digest"), group)
+    known: dict[str, Proof] = {} if proofs is None else proofs
+    check = partial(_verify_one, directory, manifest, known, digests=how == "digest")
+    found = collective.agree(lambda: [complaint for name in own if (complaint := check(name))], group)
     complaints = [complaint for of_rank in collective.gather(found, group) for complaint in of_rank]
     complaints = [*wrong_name(directory, manifest), *complaints]
     if complaints:
@@ -165,16 +171,8 @@ def _refuse_lost_manifest(directory: Path, metadata: Metadata) -> None:
         )
 
 
-def _verify_in_parallel(directory: Path, manifest: Manifest, names: list[str], *, digests: bool) -> list[str]:
-    check = partial(_verify_one, directory, manifest, digests=digests)
-    # Small files cost less to read than threads to start.
-    is_large = sum(manifest.files[name].size_bytes for name in names) >= _LARGE_BYTES
-    found = in_threads(check, names) if digests and is_large else map(check, names)
-    return [complaint for complaint in found if complaint]
-
-
-def _verify_one(directory: Path, manifest: Manifest, name: str, *, digests: bool) -> str:
-    complaints = verify_files(directory, manifest, [name], digests=digests)
+def _verify_one(directory: Path, manifest: Manifest, proofs: dict[str, Proof], name: str, *, digests: bool) -> str:
+    complaints = verify_files(directory, manifest, [name], digests=digests, proofs=proofs)
     return complaints[0] + _origin(directory / name, manifest) if complaints else ""
 
 
@@ -187,11 +185,10 @@ def _origin(path: Path, manifest: Manifest) -> str:
             return f" (it is a part of another save: {', '.join(others[:3])})"
         size = path.stat().st_size
         twins = [name for name, entry in manifest.files.items() if entry.size_bytes == size and path.name not in name]
-        in_blocks = any(digest.is_of_blocks(manifest.files[name].digest) for name in twins)
-        found = digest_file(path, in_blocks=in_blocks) if twins else ""
+        told = {name: manifest.files[name].digest for name in twins}
+        same = [name for name in twins if told[name] == digest_file(path, like=told[name])]
     except OSError:
         return ""
-    same = [name for name in twins if manifest.files[name].digest == found]
     return f" (it has the content of {same[0]})" if same else ""
 
 
@@ -206,6 +203,7 @@ class Incoming:
         self.wanted = {name: value for name, value in self._live.items() if name in stored}
         self.unread = tuple(sorted(_bucket_entries(stored, set(state)) - set(self._live)))
         self._read: dict[str, Any] = {}
+        self._known: Mapping[str, bytes] = {}
 
     def refuse_other_kinds(self, metadata: Metadata, where: str) -> None:
         """Refuse an entry of another shape or type than the live one; a copy would convert it without a word.
@@ -226,9 +224,9 @@ class Incoming:
                     )
                 )
 
-    def take(self, found: dict[str, Any]) -> None:
+    def take(self, found: Read) -> None:
         """Take what was read for ``wanted``."""
-        self._read = found
+        self._read, self._known = found.values, found.data_digests
 
     def nested(self) -> dict[str, Any]:
         """Return the state as it will be, in the form of the live one."""
@@ -243,7 +241,7 @@ class Incoming:
 
     def digests(self, like: Mapping[str, str]) -> dict[str, str]:
         """Bucket -> digest of what was read, taken as those in ``like`` are."""
-        return bucket_digests({**self._live, **self._read}, like)
+        return bucket_digests({**self._live, **self._read}, like, self._known)
 
     def fill(self) -> None:
         """Write to the live state what was read. Nothing here can fail for the checkpoint's sake."""
@@ -261,25 +259,37 @@ def _bucket_entries(stored: Mapping[str, Any], buckets: set[str]) -> set[str]:
     return {name for name in stored if name.split(".", 1)[0] in buckets}
 
 
-def bucket_digests(flat: Mapping[str, Any], like: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+def bucket_digests(
+    flat: Mapping[str, Any],
+    like: Mapping[str, str] = MappingProxyType({}),
+    known: Mapping[str, bytes] = MappingProxyType({}),
+) -> dict[str, str]:
     """Return bucket -> digest of this rank's part of a flattened payload, found by several threads.
 
     Args:
         flat: entry name -> value.
         like: bucket -> a digest that it will be held against; one of an earlier version is taken as that one took it.
+        known: entry name -> digest of its bytes, for those of which it need not be taken again.
     """
-    large = [name for name, value in flat.items() if isinstance(value, torch.Tensor) and value.nbytes >= _LARGE_BYTES]
-    found = dict(zip(large, in_threads(lambda name: digest.entry_digest(flat[name]), large), strict=True))
-    buckets: dict[str, dict[str, bytes]] = {}
+    buckets: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
-        of_entry = found[name] if name in found else digest.entry_digest(value)
-        buckets.setdefault(name.split(".", 1)[0], {})[name] = of_entry
-    earlier = {bucket for bucket in buckets if digest.is_of_a_whole(like.get(bucket, ""))}
+        buckets.setdefault(name.split(".", 1)[0], {})[name] = value
+    found: dict[str, str] = {}
+    for bucket, entries in buckets.items():
+        earlier = digest.earlier_text(entries, like.get(bucket, ""))
+        found[bucket] = earlier or digest.text_of_entries(_entry_digests(entries, known))
+    return found
+
+
+def _entry_digests(entries: Mapping[str, Any], known: Mapping[str, bytes]) -> dict[str, bytes]:
+    def is_large(name: str, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and name not in known and value.nbytes >= _LARGE_BYTES
+
+    large = [name for name, value in entries.items() if is_large(name, value)]
+    found = dict(zip(large, in_threads(lambda name: digest.entry_digest(entries[name]), large), strict=True))
     return {
-        bucket: digest.state_text({name: flat[name] for name in entries})
-        if bucket in earlier
-        else digest.text_of_entries(entries)
-        for bucket, entries in buckets.items()
+        name: found[name] if name in found else digest.entry_digest(value, known.get(name))
+        for name, value in entries.items()
     }
 
 

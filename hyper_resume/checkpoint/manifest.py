@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_resume import digest
-from hyper_resume.checkpoint import operations
+from hyper_resume.checkpoint import operations, segments
 from hyper_resume.checkpoint.copying import in_threads
 from hyper_resume.checkpoint.plain_json import Form, FormError, parse_json
 from hyper_resume.errors import CheckpointMismatchError, describe
@@ -25,7 +25,9 @@ from hyper_resume.errors import CheckpointMismatchError, describe
 MANIFEST_NAME = "manifest.json"
 METADATA_NAME = ".metadata"
 FORMAT = "hyper_resume.manifest"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# The first had other forms of digests, which are still compared.
+_VERSIONS_READ = (1, 2)
 MISSING = "it is missing"
 MOST_ANCESTORS = 512
 # 10,000 ranks with seven buckets and two files each make about 10 MB.
@@ -128,7 +130,7 @@ def decode(content: bytes, where: str) -> Manifest:
             describe(
                 "the checkpoint's manifest can't be trusted",
                 where=where,
-                expected=f"{FORMAT} of version {FORMAT_VERSION}, as it was written",
+                expected=f"{FORMAT} of version {' or '.join(map(str, _VERSIONS_READ))}, as it was written",
                 found=str(error)[:_MOST_SHOWN],
                 do="resume with the version of hyper_resume that wrote it" if is_other else _DO,
             )
@@ -143,7 +145,7 @@ def _decode(found: Any) -> Manifest:
     form = Form(found)
     if form.text("format") != FORMAT:
         raise FormError(f"a file of format {found['format'][:80]!r}")
-    if form.integer("format_version") != FORMAT_VERSION:
+    if form.integer("format_version") not in _VERSIONS_READ:
         raise _OtherVersion(f"{FORMAT} of version {found['format_version']}")
     if "mesh" not in found:
         raise FormError("mesh: missing")
@@ -235,7 +237,14 @@ def read_manifest(directory: Path) -> Manifest | None:
     return decode(content, str(path))
 
 
-def verify_files(directory: Path, manifest: Manifest, names: Iterable[str], *, digests: bool) -> list[str]:
+def verify_files(
+    directory: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    *,
+    digests: bool,
+    proofs: dict[str, segments.Proof] | None = None,
+) -> list[str]:
     """Hold files against the manifest.
 
     Args:
@@ -243,18 +252,22 @@ def verify_files(directory: Path, manifest: Manifest, names: Iterable[str], *, d
         manifest: its manifest.
         names: which of ``manifest.files`` to look at.
         digests: read the files and compare digests too; else sizes only.
+        proofs: gets what is known then of files that are as they were written, by name.
 
     Returns:
         one complaint a file that is not as it was written, naming it; an empty list when all are.
     """
+    proofs = {} if proofs is None else proofs
     return [
         f"{name}: {complaint}"
         for name in names
-        if (complaint := _verify_one(directory, name, manifest.files[name], digests=digests))
+        if (complaint := _verify_one(directory, name, manifest.files[name], proofs, digests=digests))
     ]
 
 
-def _verify_one(directory: Path, name: str, entry: FileEntry, *, digests: bool) -> str:
+def _verify_one(
+    directory: Path, name: str, entry: FileEntry, proofs: dict[str, segments.Proof], *, digests: bool
+) -> str:
     path = directory / name
     try:
         if path.parent != directory and path.parent.is_symlink():
@@ -266,7 +279,13 @@ def _verify_one(directory: Path, name: str, entry: FileEntry, *, digests: bool) 
             return f"expected {entry.size_bytes} bytes, found {status.st_size}"
         if not digests:
             return ""
-        found = digest_file(path, in_blocks=digest.is_of_blocks(entry.digest))
+        if digest.is_of_table(entry.digest):
+            with operations.current().open_read(path) as file:
+                complaint, proof = segments.verify(file, entry.digest)
+            if proof is not None:
+                proofs[name] = proof
+            return complaint
+        found = digest_file(path, like=entry.digest)
     except FileNotFoundError:
         return MISSING
     except OSError as error:
@@ -274,14 +293,17 @@ def _verify_one(directory: Path, name: str, entry: FileEntry, *, digests: bool) 
     return "" if found == entry.digest else f"expected digest {entry.digest}, found {found}"
 
 
-def digest_file(path: Path, *, in_blocks: bool) -> str:
-    """Return a file's digest as text; ``in_blocks`` as large files have it now, else as all had it before.
+def digest_file(path: Path, *, like: str) -> str:
+    """Return a file's digest as text, taken as ``like`` was; where that is of a table, it is of the file's own table alone.
 
     Raises:
         OSError: it can't be read.
     """
     with operations.current().open_read(path) as file:
-        if not in_blocks:
+        if digest.is_of_table(like):
+            table = segments.read_table(file)
+            return "" if table is None else digest.text_of_table(table)
+        if not digest.is_of_blocks(like):
             return digest.digest_bytes(_windows(file, 0, file.size_bytes))
         begins = range(0, file.size_bytes, digest.BLOCK_BYTES)
         spans = [(begin, min(begin + digest.BLOCK_BYTES, file.size_bytes)) for begin in begins]

@@ -12,6 +12,7 @@ import io
 import mmap
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +103,8 @@ class InputFile(io.FileIO):
         self.path = path
         self.size_bytes = os.fstat(descriptor).st_size
         self._map = _mapped(descriptor, self.size_bytes) if self.may_map else None
+        # A file that is read has one place where it is read next, and several threads.
+        self._reading = threading.Lock()
 
     def bring(self, offset: int, length: int) -> None:
         """Have bytes read that will be looked at, where they are mapped.
@@ -123,11 +126,16 @@ class InputFile(io.FileIO):
         if self._map is not None:
             return memoryview(self._map)[offset : offset + length]
         content = memoryview(bytearray(max(0, min(length, self.size_bytes - offset))))
-        self.seek(offset)
-        done = 0
-        while done < len(content) and (count := self.readinto(content[done:])):
-            done += count
+        with self._reading:
+            self.seek(offset)
+            done = 0
+            while done < len(content) and (count := self.readinto(content[done:])):
+                done += count
         return content[:done]
+
+    def whole(self) -> memoryview | None:
+        """Return all of a mapped file, to be looked into also when this is closed; None where it is not mapped."""
+        return None if self._map is None else memoryview(self._map)
 
     def close(self) -> None:
         """Close the file; a map lives as long as any part of it is in use."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,14 +14,20 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from hyper_resume import collective
 from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.checkpoint import safe_load
-from hyper_resume.checkpoint.entries import Entries
+from hyper_resume.checkpoint.entries import Entries, Read
 from hyper_resume.checkpoint.manifest import Manifest
+from hyper_resume.checkpoint.segments import Proof
 from hyper_resume.errors import CheckpointMismatchError, HyperResumeError, describe
 
 logger = logging.getLogger(__name__)
 
 
-def load_entries(wanted: Mapping[str, Any], directory: Path, metadata: Metadata) -> dict[str, Any]:
+def load_entries(
+    wanted: Mapping[str, Any],
+    directory: Path,
+    metadata: Metadata,
+    proofs: Mapping[str, Proof] = MappingProxyType({}),
+) -> Read:
     """Read entries, in this process alone.
 
     Args:
@@ -28,23 +35,25 @@ def load_entries(wanted: Mapping[str, Any], directory: Path, metadata: Metadata)
             for all of the entry.
         directory: the step directory.
         metadata: its own description.
+        proofs: files that were verified, by name.
 
     Returns:
-        name -> what was read. Tensors are on the CPU, may be views of the file, and are not to be written to.
+        what was read. Tensors are on the CPU, may be views of the file, and are not to be written to.
 
     Raises:
         CheckpointMismatchError: something could not be read.
     """
     described = metadata.state_dict_metadata
     try:
-        with Entries(directory, metadata) as entries:
+        with Entries(directory, metadata, proofs) as entries:
             entries.bring(wanted)
-            return {
+            values = {
                 name: entries.tensor(name, live if isinstance(live, torch.Tensor) else None)
                 if isinstance(described[name], TensorStorageMetadata)
                 else entries.value(name)
                 for name, live in wanted.items()
             }
+            return Read(values, entries.data_digests)
     except HyperResumeError:
         raise
     except Exception as error:
@@ -70,7 +79,7 @@ def read_training_state(
     if layout.kind == "per_rank":
         return extra.read_file(directory, rank)
     names = extra.embedded_names(metadata, rank)
-    values = load_entries(dict.fromkeys(names.values()), directory, metadata)
+    values = load_entries(dict.fromkeys(names.values()), directory, metadata).values
     return extra.unwrap_embedded({key: values[name] for key, name in names.items()}, rank, str(directory))
 
 

@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from hyper_resume import digest
+from hyper_resume.checkpoint import segments
 from hyper_resume.checkpoint.copying import start
 from hyper_resume.checkpoint.operations import Buffer, OutputFile
 
 _SMALL_BYTES = 64 << 10
-# Of what is gathered, and of the pieces that a large buffer is written in: hashing one while the next is written.
+# Of what is gathered.
 _BLOCK_BYTES = 4 << 20
 _WORTH_A_THREAD_BYTES = 1 << 20
 
@@ -18,10 +19,16 @@ _WORTH_A_THREAD_BYTES = 1 << 20
 class Stream:
     """Writes to ``file``. What it takes must not change until :meth:`finish`. Use as a context."""
 
-    def __init__(self, file: OutputFile) -> None:
-        """Begin at the file's start."""
+    def __init__(self, file: OutputFile, *, with_table: bool = False) -> None:
+        """Begin at the file's start.
+
+        Args:
+            file: where to write.
+            with_table: end the file with the digests of its segments; a large buffer is one, or several.
+        """
         self._file = file
-        self._hasher = digest.FileHasher()
+        self._hasher = None if with_table else digest.FileHasher()
+        self._segments: list[tuple[int, bytes]] = []
         self._gathered = bytearray()
         # One thread, so that the pieces are hashed in order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hyper_resume-digest")
@@ -57,8 +64,8 @@ class Stream:
             return
         self._flush()
         view = memoryview(content)
-        for begin in range(0, size, _BLOCK_BYTES):
-            self._put(view[begin : begin + _BLOCK_BYTES])
+        for begin in range(0, size, digest.BLOCK_BYTES):
+            self._put(view[begin : begin + digest.BLOCK_BYTES])
 
     def _flush(self) -> None:
         if self._gathered:
@@ -69,13 +76,19 @@ class Stream:
         """Write a piece; its digest is taken beside that, of the same memory."""
         if len(content) < _WORTH_A_THREAD_BYTES:
             # Beside a training loop that holds the interpreter, each word between threads costs milliseconds.
-            self._hasher.update(content)
+            self._hash(content)
             self._file.write(content)
             return
-        hashed = start(self._thread, self._hasher.update, content)
+        hashed = start(self._thread, self._hash, content)
         self._file.write(content)
         # The hash of one piece is done before the next is written, so that no more than that is held.
         hashed.result()
+
+    def _hash(self, content: Buffer) -> None:
+        if self._hasher is not None:
+            self._hasher.update(content)
+        else:
+            self._segments.append((len(content), digest.data_digest(content)))
 
     def finish(self) -> str:
         """Write what is left and return the digest of all of it, as text.
@@ -84,4 +97,8 @@ class Stream:
             OSError: it could not be written.
         """
         self._flush()
-        return self._hasher.text()
+        if self._hasher is not None:
+            return self._hasher.text()
+        table = segments.encode(self._segments)
+        self.size_bytes += self._file.write(table)
+        return digest.text_of_table(table)

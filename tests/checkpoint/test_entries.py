@@ -85,7 +85,7 @@ def only(folder: Path, entry: Any, content: bytes, *, offset: int = 0, **place: 
 
 
 def read(folder: Path, metadata: Metadata) -> Any:
-    return load_entries({"w": None}, folder, metadata)["w"]
+    return load_entries({"w": None}, folder, metadata).values["w"]
 
 
 def grid(size: tuple[int, ...], cuts: tuple[tuple[int, ...], ...]) -> list[Box]:
@@ -276,7 +276,7 @@ KINDS: dict[str, Any] = {
 def test_a_stock_directory_is_read_bit_for_bit(tmp_path: Path) -> None:
     dcp_save({"model": dict(KINDS)}, checkpoint_id=tmp_path, no_dist=True)
     metadata = read_metadata(tmp_path)
-    found = load_entries(dict.fromkeys(metadata.state_dict_metadata), tmp_path, metadata)
+    found = load_entries(dict.fromkeys(metadata.state_dict_metadata), tmp_path, metadata).values
     for name, value in KINDS.items():
         if isinstance(value, torch.Tensor):
             assert same(found[f"model.{name}"], value.detach().contiguous()), name
@@ -329,7 +329,7 @@ def _not_as_stock_distributes(folder: str, metadata: Metadata, kinds: Any) -> li
                 for name in parts
                 if f"model.{saved}.{name}" in metadata.state_dict_metadata
             }
-            found = load_entries({names[name]: parts[name] for name in names}, Path(folder), metadata)
+            found = load_entries({names[name]: parts[name] for name in names}, Path(folder), metadata).values
             for name, stored in names.items():
                 local = found[stored].to_local()
                 if (
@@ -362,5 +362,5 @@ def test_what_four_ranks_saved_is_laid_out_anew_on_four_two_and_one(tmp_path: Pa
         metadata = read_metadata(folder)
         names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
         assert len(names) == 3 * len(TENSORS) + 2 * (len(TENSORS) - 1)
-        for name, found in load_entries(dict.fromkeys(names), folder, metadata).items():
+        for name, found in load_entries(dict.fromkeys(names), folder, metadata).values.items():
             assert same(found, TENSORS[name.rsplit(".", 1)[1]]), name

@@ -88,7 +88,7 @@ def test_a_damaged_newest_step_falls_back_within_the_line_and_every_reason_is_to
         assert latest(tmp_path) == tmp_path / "global_step_10"
     told = reasons(caplog)
     for step, reason in (
-        (25, "__0_0.distcp: expected digest xxh3_128:"),
+        (25, "__0_0.distcp: expected digest xxh3_128/table:"),
         (15, "__0_0.distcp: it is missing"),
         (20, "the run that LATEST follows does not descend from it"),
         (30, "the run that LATEST follows does not descend from it"),

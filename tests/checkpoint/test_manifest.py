@@ -16,7 +16,8 @@ from hyper_resume.checkpoint import manifest
 from hyper_resume.checkpoint.manifest import FileEntry, Manifest, Mesh
 from hyper_resume.errors import CheckpointMismatchError
 
-GOLDEN = Path(__file__).parent / "golden" / "manifest_version_1.json"
+GOLDEN = Path(__file__).parent / "golden" / "manifest_version_2.json"
+EARLIER = Path(__file__).parent / "golden" / "manifest_version_1.json"
 DIGEST = "xxh3_128:" + "0123456789abcdef" * 2
 
 WHOLE = Manifest(
@@ -91,11 +92,12 @@ def test_the_own_digest_is_the_one_of_the_canonical_json_without_it() -> None:
     assert json.loads(signed(found)) == found
 
 
-def test_the_file_of_version_1_that_was_checked_in_stays_readable() -> None:
-    assert manifest.decode(GOLDEN.read_bytes(), "golden") == WHOLE
+@pytest.mark.parametrize("file", [GOLDEN, EARLIER], ids=["2", "1"])
+def test_the_file_of_each_version_that_was_checked_in_stays_readable(file: Path) -> None:
+    assert manifest.decode(file.read_bytes(), "golden") == WHOLE
 
 
-def test_the_form_of_version_1_has_not_changed_without_a_new_version() -> None:
+def test_the_form_of_version_2_has_not_changed_without_a_new_version() -> None:
     assert manifest.encode(WHOLE) == GOLDEN.read_bytes()
 
 
@@ -134,9 +136,9 @@ def test_a_changed_value_without_a_new_digest_is_refused() -> None:
 
 
 def test_a_newer_version_is_refused_with_what_to_do() -> None:
-    message = refusal(signed({**plain(), "format_version": 2, "something": "new"}))
-    assert "hyper_resume.manifest of version 2" in message
-    assert "expected: hyper_resume.manifest of version 1" in message
+    message = refusal(signed({**plain(), "format_version": 3, "something": "new"}))
+    assert "hyper_resume.manifest of version 3" in message
+    assert "expected: hyper_resume.manifest of version 1 or 2" in message
     assert "resume with the version of hyper_resume that wrote it" in message
 
 

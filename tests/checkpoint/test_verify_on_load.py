@@ -89,7 +89,7 @@ def test_damage_that_one_rank_sees_is_the_same_verdict_on_all(tmp_path: Path, vi
     assert {type(error) for error in errors} == {CheckpointMismatchError}
     assert len({str(error) for error in errors}) == 1
     expected = manifest_content(tmp_path / "global_step_1")["files"][f"__{victim}_0.distcp"]["digest"]
-    assert f"__{victim}_0.distcp: expected digest {expected}, found xxh3_128:" in str(errors[0])
+    assert f"__{victim}_0.distcp: expected digest {expected}, found other bytes at " in str(errors[0])
 
 
 def test_damage_that_several_ranks_see_is_told_together(tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_a_load_of_what_was_just_found_is_not_checked_again_but_the_next_one_is(
         for _ in range(2):
             checkpointer.load(str(found), {"model": {"w": torch.zeros(8)}}, extra_state_skeleton={"value": None})
             counts.append(reads.names.count("global_step_1/__0_0.distcp"))
-    # Checked and read; checked and read again.
-    assert counts == [2, 4]
+    # Checked, and read where it was checked; the same once more.
+    assert counts == [1, 2]
     damage(directory)
     with pytest.raises(CheckpointMismatchError):
         checkpointer.load(str(directory), {})
