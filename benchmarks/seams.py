@@ -6,17 +6,15 @@ Everything else goes through the public interface. Who changes the library's pla
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from benchmarks.states import State, memory_of
 from hyper_resume import digest
-from hyper_resume.checkpoint.copying import in_threads
 from hyper_resume.checkpoint.filesystem import ShardWriter, ShardWriteResult
-from hyper_resume.checkpoint.loading import bucket_digests
 from hyper_resume.checkpoint.manifest import FileEntry, Manifest
 from hyper_resume.checkpoint.plan_cache import CachingPlanner, PlanCache
 
@@ -86,17 +84,12 @@ def _writer(folder: Path, cache: PlanCache, world_size: int) -> ShardWriter:
     return ShardWriter(staging, draft, cache)
 
 
-def digests_of_save(state: State) -> list[str]:
-    """What a save hashes: every tensor for its bucket, and again as a part of its file."""
-    return [_of_bucket(state), digest.digest_bytes(memory_of(state))]
-
-
-def digests_of_load(state: State) -> list[str]:
-    """What a load hashes: the blocks of the file, in threads, and every tensor that was read for its bucket."""
-    blocks = in_threads(lambda block: digest.raw_digest([block]), list(memory_of(state)))
-    return [digest.text_of_blocks(blocks), _of_bucket(state)]
-
-
-def _of_bucket(state: State) -> str:
-    """The state as one bucket of a payload."""
-    return bucket_digests({f"model.{name}": tensor for name, tensor in state.items()})["model"]
+@contextmanager
+def without_digests() -> Iterator[None]:
+    """Hash nothing of tensors: each has the same digest, so that what was saved so can be loaded so."""
+    data_digest = digest.data_digest
+    digest.data_digest = lambda content: bytes(16)
+    try:
+        yield
+    finally:
+        digest.data_digest = data_digest

@@ -177,6 +177,12 @@ class _FailingFile(OutputFile):
         super().__init__(descriptor, path)
         self._operations = operations
 
+    def reserve(self, size: int) -> None:
+        error = self._operations.meet("write", self.path)
+        if error and error != SHORT_WRITE:
+            raise os_error(error, self.path)
+        super().reserve(size)
+
     def _write_some(self, data: memoryview) -> int:
         error = self._operations.meet("write", self.path)
         if not error:

@@ -124,7 +124,9 @@ class DistributedCheckpointer(CheckpointerBase):
         try:
             attempt = self._begin_attempt(target, global_step, started)
             with uncollected():
-                writer, planner = self._prepare_writer(attempt, payload, training_state, metrics or {})
+                writer, planner = self._prepare_writer(
+                    attempt, payload, training_state, metrics or {}, later=not save_async
+                )
             if save_async:
                 self._start_background(payload, writer, planner, attempt)
             else:
@@ -146,20 +148,34 @@ class DistributedCheckpointer(CheckpointerBase):
         payload: dict[str, Any],
         training_state: dict[str, Any] | None,
         metrics: Mapping[str, float],
+        *,
+        later: bool,
     ) -> tuple[ShardWriter, CachingPlanner]:
-        """Digest the state as it is now, write this rank's training state, and tell rank 0 of both for the manifest."""
+        """Digest the state as it is now, write this rank's training state, and tell rank 0 of both for the manifest.
+
+        With ``later`` the writer takes the digests of the payload, of the same live state, which nobody changes meanwhile.
+        """
         group, rank = self._group(), collective.rank()
         mesh = mesh_of(payload)
         buckets: dict[str, str] = {}
         names: dict[str, str] = {}
         files: dict[str, FileEntry] = {}
         layouts: list[Layout] = []
+        flat: dict[str, Any] = {}
+
+        def digest_payload() -> Mapping[str, str]:
+            found = loading.bucket_digests(flat)
+            buckets.update(found)
+            return found
 
         def write() -> None:
             self._check_shared(attempt.staging)
-            flat, paths = flatten_state_dict(payload)
+            entries, paths = flatten_state_dict(payload)
+            flat.update(entries)
             layouts.append((*layout_of(flat, paths), (training_state is not None, *(training_state or ()))))
-            buckets.update({**loading.bucket_digests(flat), **extra.bucket_digests(training_state or {})})
+            buckets.update(extra.bucket_digests(training_state or {}))
+            if not later:
+                digest_payload()
             names.update(loading.name_digests(flat))
             if training_state is not None:
                 training_state[SAVE_ID] = attempt.save_id
@@ -183,7 +199,7 @@ class DistributedCheckpointer(CheckpointerBase):
             metrics=metrics,
         )
         planner = CachingPlanner(self._plans, layout, reuse=all(known for _, _, _, known in of_ranks))
-        return ShardWriter(attempt.staging, draft, self._plans), planner
+        return ShardWriter(attempt.staging, draft, self._plans, digest_payload if later else None), planner
 
     def _check_shared(self, staging: Path) -> None:
         if not staging.is_dir():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch.futures import Future
 
 from hyper_resume import digest
 from hyper_resume.checkpoint import archive, index, manifest, operations
+from hyper_resume.checkpoint.copying import start
 from hyper_resume.checkpoint.manifest import FileEntry, Manifest
 from hyper_resume.checkpoint.plan_cache import Described, PlanCache
 from hyper_resume.checkpoint.stream import Stream
@@ -35,12 +38,14 @@ from hyper_resume.checkpoint.stream import Stream
 class ShardWriteResult(WriteResult):
     """Carries, in the gather that DCP makes anyway, what the manifest says of the file that the entry is in.
 
-    One with ``stands_for_all`` comes alone: all entries of the rank stand where they stood in the last save.
+    One with ``stands_for_all`` comes alone: all entries of the rank stand where they stood in the last save. The first of a
+    rank carries the digests of its buckets, if they were taken while it wrote.
     """
 
     file_name: str = ""
     file: FileEntry | None = None
     stands_for_all: bool = False
+    buckets: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def _stands_for_all(results: list[WriteResult]) -> bool:
@@ -50,18 +55,27 @@ def _stands_for_all(results: list[WriteResult]) -> bool:
 class ShardWriter(StorageWriter):
     """Writes one save into its staging directory."""
 
-    def __init__(self, staging: Path, draft: Manifest, cache: PlanCache | None = None) -> None:
+    def __init__(
+        self,
+        staging: Path,
+        draft: Manifest,
+        cache: PlanCache | None = None,
+        digest_buckets: Callable[[], Mapping[str, str]] | None = None,
+    ) -> None:
         """Take the manifest as far as it is known; files and descriptions are added by :meth:`finish`, on rank 0 only.
 
         Args:
             staging: where to write.
             draft: the manifest.
             cache: what is known from the last save, and where this one leaves what it finds out.
+            digest_buckets: gives the digests of this rank's buckets; called while the shard is written, as the device is
+                slower than the processors. None when the draft has them.
         """
         super().__init__()
         self._path = staging
         self._draft = draft
         self._cache = cache
+        self._digest_buckets = digest_buckets
 
     def without_cache(self) -> ShardWriter:
         """Return one that can be pickled, for a save in another process."""
@@ -83,6 +97,8 @@ class ShardWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's entries, bring them to the device, and report where each stands."""
+        # Each rank has the mark of its save to write, at the least, and the digests go with what it has written.
+        assert plan.items or self._digest_buckets is None
         results: Future[list[WriteResult]] = Future()
         results.set_result(self._write_shard(plan, planner) if plan.items else [])
         return results
@@ -93,7 +109,13 @@ class ShardWriter(StorageWriter):
         places: list[tuple[WriteItem, int, int]] = []
         # Tensors first: their sizes follow from the layout, so that they stand at the same places in every save.
         items = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
-        with operations.current().create(self._path / name) as file, Stream(file, with_table=True) as stream:
+        with (
+            operations.current().create(self._path / name) as file,
+            Stream(file, with_table=True) as stream,
+            ThreadPoolExecutor(1, thread_name_prefix="hyper_resume-digest") as thread,
+        ):
+            digested = start(thread, lambda digest_buckets: digest_buckets(), self._digest_buckets or dict)
+            file.reserve(sum(_least_bytes(item) for item in items))
             for item in items:
                 begin = stream.align(archive.ALIGNMENT)
                 for content in _serialise(planner.resolve_data(item)):
@@ -101,6 +123,7 @@ class ShardWriter(StorageWriter):
                 places.append((item, begin, stream.size_bytes - begin))
             found = stream.finish()
             file.sync()
+            buckets = digested.result()
             entry = FileEntry(size_bytes=stream.size_bytes, digest=found, rank=rank)
         is_known = self._cache is not None and self._cache.know_places(places)
         results: list[WriteResult] = [
@@ -111,8 +134,9 @@ class ShardWriter(StorageWriter):
                 file_name=name,
                 file=entry,
                 stands_for_all=is_known,
+                buckets={} if number else buckets,
             )
-            for item, offset, length in (places[:1] if is_known else places)
+            for number, (item, offset, length) in enumerate(places[:1] if is_known else places)
         ]
         return results
 
@@ -128,7 +152,14 @@ class ShardWriter(StorageWriter):
         pickled = described.of_save(str(self._path), self._draft.attempt)
         for name, pieces in ((manifest.METADATA_NAME, pickled), (index.INDEX_NAME, (listed,))):
             files[name] = _write_pieces(self._path / name, pieces)
-        whole = dataclasses.replace(self._draft, files={**self._draft.files, **files})
+        buckets = {
+            str(rank): {**self._draft.buckets.get(str(rank), {}), **of_rank[0].buckets}
+            for rank, of_rank in enumerate(results)
+            if of_rank and isinstance(of_rank[0], ShardWriteResult)
+        }
+        whole = dataclasses.replace(
+            self._draft, files={**self._draft.files, **files}, buckets={**self._draft.buckets, **buckets}
+        )
         operations.write_file(self._path / manifest.MANIFEST_NAME, manifest.encode(whole))
 
     def _described(self, metadata: Metadata, results: list[list[WriteResult]]) -> tuple[Described, bytes]:
@@ -169,6 +200,13 @@ def _write_pieces(path: Path, pieces: Iterable[bytes]) -> FileEntry:
         found = stream.finish()
         file.sync()
         return FileEntry(size_bytes=stream.size_bytes, digest=found, rank=0)
+
+
+def _least_bytes(item: WriteItem) -> int:
+    """What an entry takes in the file without anything around it."""
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _serialise(data: torch.Tensor | io.BytesIO) -> Iterator[bytes | memoryview]:

@@ -15,18 +15,35 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 Buffer = bytes | bytearray | memoryview
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-# Linux moves at most this much with one write; asking for more gives a short one.
-_MOST_AT_ONCE = 0x7FFFF000
+# After each of these the device is set to work, while the next is copied.
+_MOST_AT_ONCE = 8 << 20
+_KEEP_SIZE, _WRITE = 1, 2
+# Of a file system that can't; anything else is an error.
+_NOT_KNOWN = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE, errno.ENODEV)
 # Linux 5.14: brings pages in now and tells of an error, where touching them would end the process with SIGBUS.
 _POPULATE_READ = 22
 # A file may be larger than memory; nothing will be written to its map, so none has to be kept for that. Linux's number.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+
+
+@cache
+def _kernel_function(name: str) -> Any:
+    """Return one of Linux's that takes a file and numbers; None where there is none."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform == "linux" else None
+    if function is not None:
+        function.argtypes = {
+            "fallocate": (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
+            "sync_file_range": (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint),
+        }[name]
+    return function
 
 
 class OutputFile:
@@ -37,7 +54,16 @@ class OutputFile:
         self.path = path
         self._descriptor = descriptor
         self._size = 0
+        self._on_its_way = 0
         self._is_open = True
+
+    def reserve(self, size: int) -> None:
+        """Have room for ``size`` bytes set aside, where the file system can (Linux); the file stays as long as it is.
+
+        Raises:
+            OSError: there is no room.
+        """
+        self._ask_kernel("fallocate", _KEEP_SIZE, 0, size)
 
     def write(self, data: Buffer) -> int:
         """Write all of ``data``, however many writes that takes; returns its size in bytes.
@@ -49,8 +75,23 @@ class OutputFile:
         done = 0
         while done < len(view):
             done += self._write_some(view[done : done + _MOST_AT_ONCE])
+            self._set_device_to_work(self._size + done)
         self._size += done
         return done
+
+    def _set_device_to_work(self, size: int) -> None:
+        """Begin to write out what has gathered; without it the device would wait for the sync. An error of it shows there."""
+        if size - self._on_its_way >= _MOST_AT_ONCE:
+            self._ask_kernel("sync_file_range", self._on_its_way, size - self._on_its_way, _WRITE)
+            self._on_its_way = size
+
+    def _ask_kernel(self, name: str, *numbers: int) -> None:
+        """Call a function of Linux's that Python does not have, with the file and numbers, of which one is small."""
+        function = _kernel_function(name)
+        if function is not None and function(self._descriptor, *numbers) != 0:
+            number = ctypes.get_errno()
+            if number not in _NOT_KNOWN:
+                raise OSError(number, os.strerror(number), str(self.path))
 
     def _write_some(self, data: memoryview) -> int:
         written = os.write(self._descriptor, data)

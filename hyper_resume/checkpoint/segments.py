@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from hyper_resume import digest
 from hyper_resume.checkpoint.copying import in_threads
 from hyper_resume.checkpoint.operations import InputFile
@@ -162,5 +160,5 @@ def _damaged(file: InputFile, run: Sequence[Segment]) -> list[Segment]:
     return [
         segment
         for segment in run
-        if xxhash.xxh3_128_digest(content[segment.begin - begin :][: segment.length]) != segment.digest
+        if digest.data_digest(content[segment.begin - begin :][: segment.length]) != segment.digest
     ]

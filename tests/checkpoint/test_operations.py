@@ -238,3 +238,57 @@ def test_other_operations_are_in_use_only_while_the_context_lasts() -> None:
     with pytest.raises(KeyError, match="anything"):
         fail_within()
     assert operations.current() is before
+
+
+def test_room_is_set_aside_without_a_change_of_the_file(tmp_path: Path) -> None:
+    with operations.current().create(tmp_path / "file") as file:
+        file.reserve(3 << 20)
+        status = (tmp_path / "file").stat()
+        assert status.st_size == 0
+        # Or nothing at all, where the file system has no such thing.
+        assert status.st_blocks * 512 in (0, *range(3 << 20, 4 << 20, 512))
+        file.write(b"abc")
+    assert (tmp_path / "file").read_bytes() == b"abc"
+
+
+def test_room_that_no_disk_has_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    with operations.current().create(tmp_path / "file") as file:
+        with pytest.raises(OSError, match=r"File too large|No space left") as caught:
+            file.reserve(1 << 61)
+        assert caught.value.filename == str(tmp_path / "file")
+        assert file.tell() == 0
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_a_file_that_closed_under_the_writer_is_an_error_and_no_room(tmp_path: Path) -> None:
+    file = operations.current().create(tmp_path / "file")
+    file.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file.reserve(10)
+
+
+def test_what_can_not_be_set_to_work_early_is_written_all_the_same() -> None:
+    """A device that is no disk knows neither of the two."""
+    with operations.OutputFile(os.open("/dev/null", os.O_WRONLY), Path("/dev/null")) as file:
+        file.reserve(100)
+        assert file.write(bytes(20 << 20)) == 20 << 20
+
+
+def test_the_device_is_set_to_work_on_each_part_once_and_in_order(tmp_path: Path) -> None:
+    asked: list[tuple[str, tuple[int, ...]]] = []
+
+    class Asked(operations.OutputFile):
+        def _ask_kernel(self, name: str, *numbers: int) -> None:
+            asked.append((name, numbers))
+            super()._ask_kernel(name, *numbers)
+
+    path, part = tmp_path / "file", 8 << 20
+    with Asked(os.open(path, os.O_WRONLY | os.O_CREAT), path) as file:
+        for size in (5 << 20, 5 << 20, 1, 17 << 20):
+            file.write(bytes(size))
+    write = 2
+    begins = [numbers[0] for _, numbers in asked]
+    ends = [begin + length for _, (begin, length, _) in asked]
+    assert begins == [0, *ends[:-1]]
+    assert all(name == "sync_file_range" and length >= part and how == write for name, (_, length, how) in asked)
+    assert ends[-1] > path.stat().st_size - part
