@@ -11,6 +11,7 @@ from conformance.results import CalibrationRecord, HeaderRecord, KillRecord, Sab
 from reports import document
 from reports.acceptance import Acceptance, Platform, Told, load_acceptance, load_platforms
 from reports.cases import anchor_of, make_cases
+from reports.costs import commit_of, make_costs
 from reports.document import CaseEntry, KillEntry, PartEntry, Report, SabotageEntry, Verdict
 from reports.frames import Frames, make_frames
 from reports.matrix import make_done, make_rows, only_run
@@ -81,6 +82,7 @@ def assemble(run: Run, *, profile: str = "accept", title: str | None = None) -> 
         sabotages=sabotages,
         kills=kills,
         storage=run.storage,
+        costs=make_costs(run.costs, {commit_of(part.results.header.source) for part in run.parts} - {""}),
         calibrations=_calibrations(run),
         not_tested=not_tested,
     )
@@ -146,7 +148,7 @@ def _facts(header: HeaderRecord) -> dict[str, str]:
     facts: dict[str, str] = {}
     if header.source:
         is_dirty = header.source.endswith("+")
-        facts |= {"commit": header.source.removesuffix("+")[:12], "dirty": "yes" if is_dirty else "no"}
+        facts |= {"commit": commit_of(header.source), "dirty": "yes" if is_dirty else "no"}
     if header.packages_digest:
         facts["packages_digest"] = header.packages_digest
     return facts | {f"environment {name}": text for name, text in scrub_environment(header.environment).items()}

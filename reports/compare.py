@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from conformance.record import Trajectory
 from reports.acceptance import sort_key
 from reports.assemble import Assembled
+from reports.compare_costs import Worse, goals_in_common, worse_costs
 from reports.differences import grid
 from reports.document import CaseEntry, PartEntry
 from reports.frames import METRICS
@@ -67,7 +68,7 @@ class CurvePair:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two runs side by side."""
+    """Two runs side by side; ``goals`` counts the cost goals that both measured, ``worse`` are those of them that got worse."""
 
     before: Side
     after: Side
@@ -75,6 +76,8 @@ class Comparison:
     same_outcomes: int
     legs: tuple[LegRow, ...]
     curves: tuple[CurvePair, ...]
+    goals: int
+    worse: tuple[Worse, ...]
 
 
 def compare(before: Assembled, after: Assembled) -> Comparison:
@@ -106,6 +109,8 @@ def compare(before: Assembled, after: Assembled) -> Comparison:
         same_outcomes=len(keys) - len(flips),
         legs=tuple(legs),
         curves=_curves(before, old, after, new, legs),
+        goals=goals_in_common(before.report.costs, after.report.costs),
+        worse=worse_costs(before.report.costs, after.report.costs),
     )
 
 
@@ -231,4 +236,7 @@ def text_of(found: Comparison) -> str:
             f"  {row.key}: first at step {row.first_step} ({row.first}); largest relative: {largest or 'none'}"
         )
     lines.append(f"{len(apart)} of {len(found.legs)} uninterrupted legs differ")
+    if found.goals:
+        lines += [f"  {one.benchmark}, {one.point}: {one.text}: {one.told}" for one in found.worse]
+        lines.append(f"{len(found.worse)} of {found.goals} cost figures got worse by more than their spread")
     return "\n".join(lines) + "\n"

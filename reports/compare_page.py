@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from reports.charts import Chart, Series, draw, swatch
 from reports.compare import Comparison, CurvePair
-from reports.page import as_script, both, render_template
+from reports.page import render_template
 from reports.series import thin
 from reports.text import load_words
 
@@ -26,7 +26,7 @@ def render_comparison(found: Comparison) -> str:
         "compare.html.j2",
         scripts=("switches.js",),
         words=words,
-        data=as_script({"words": both(words)}),
+        data={},
         found=found,
         versions=[(name, found.before.versions.get(name), found.after.versions.get(name)) for name in versions],
         apart=[row for row in found.legs if row.first_step is not None],

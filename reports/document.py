@@ -18,9 +18,10 @@ from conformance.comparison import Divergence
 from conformance.record import RecordError
 from conformance.results import CheckRecord
 from conformance.storage.records import Storage
+from reports.costs import CostRun
 from reports.text import Text
 
-SCHEMA = "hyper_resume.report/3"
+SCHEMA = "hyper_resume.report/4"
 SCHEMA_FILE = Path(__file__).with_name("schema") / "report.schema.json"
 
 # `passed` is of a selection: all that was run passed, and nobody asked whether that was all.
@@ -302,6 +303,7 @@ class Report:
     sabotages: tuple[SabotageEntry, ...]
     kills: tuple[KillEntry, ...]
     storage: Storage
+    costs: tuple[CostRun, ...]
     calibrations: Mapping[str, int]
     not_tested: tuple[Text, ...]
 

@@ -229,6 +229,10 @@ def _summary_lines(report: Report) -> Iterator[str]:
         yield f"Sabotages caught: {caught} of {len(report.sabotages)}."
     if report.kills:
         yield f"Kills that pass: {sum(one.outcome == 'pass' for one in report.kills)} of {len(report.kills)}."
+    goals = [goal for run in report.costs if not run.is_smoke for goal in run.goals]
+    if goals:
+        met = sum(goal.status == "met" for goal in goals)
+        yield f"Cost goals met: {met} of {len(goals)}; these are no part of the verdict."
     if verdict.findings:
         yield ""
         yield "| weight | what | finding |"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +20,15 @@ from conformance.results import BUCKETS
 from reports.acceptance import Acceptance, load_acceptance
 from reports.assemble import Assembled
 from reports.cases import controls, failed_kill
+from reports.costs import CostRun
+from reports.costs_page import STATES, show
 from reports.depth import make_depth
 from reports.differences import distance
-from reports.document import CaseEntry, Report, Row
+from reports.document import BucketCell, CaseEntry, Report, Row
 from reports.history import Trend
 from reports.matrix import worst
 from reports.series import make_series, pack
+from reports.squeeze import squeeze
 from reports.text import Text, load_words
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -37,11 +43,17 @@ _ICONS = {
     "unexpected_pass": "!",
     "fail": "✕",
 }
+_UNNAMED = Markup("data-w")
 _VERDICT_ICONS = {"accepted": "✓", "passed": "✓", "refused": "✕", "incomplete": "○"}
 
 
 def render(assembled: Assembled, trend: Trend | None = None) -> str:
     """The page's HTML; the same for the same records (and the same history)."""
+    return squeeze(render_whole(assembled, trend))
+
+
+def render_whole(assembled: Assembled, trend: Trend | None = None) -> str:
+    """The page with every tag and quote in its place."""
     report = assembled.report
     acceptance = load_acceptance()
     words = load_words()
@@ -52,13 +64,11 @@ def render(assembled: Assembled, trend: Trend | None = None) -> str:
         make_depth(parts[by_anchor[anchor].part], by_anchor[anchor], series, number=number)
         for number, anchor in enumerate(report.focus, start=1)
     ]
-    data = {
-        **pack(series, report.cases),
-        "words": both(words),
-    }
+    packed = pack(series, report.cases)
     return render_template(
         "acceptance.html.j2",
         scripts=("switches.js", "acceptance.js"),
+        styles=("costs.css",),
         words=words,
         report=report,
         verdict=report.verdict,
@@ -74,29 +84,39 @@ def render(assembled: Assembled, trend: Trend | None = None) -> str:
         absent=_absent(assembled, trend),
         buckets=list(BUCKETS),
         configured=_configured(report),
+        runs_of=_runs_of,
         depths=depths,
         case_groups=_case_groups(report.cases),
         by_anchor=by_anchor,
+        costs=[(run, show(run)) for run in report.costs],
+        goals=[goal for run in report.costs if not run.is_smoke for goal in run.goals],
+        goal_counts=_goal_counts,
         controls=len(controls(assembled.run)),
         verdict_icon=_VERDICT_ICONS[report.verdict.state],
-        drawn=frozenset(data["cases"]),
+        drawn=frozenset(packed["cases"]),
         commits=_commits(report),
         planted=sorted({case.sabotage for case in report.cases if case.sabotage}),
         trend=trend,
-        data=as_script(data),
+        data=packed,
     )
 
 
-def both(words: Mapping[str, Text]) -> dict[str, list[str]]:
-    """The words as the script takes them."""
-    return {name: [text.en, text.zh] for name, text in words.items()}
+def render_template(
+    template: str,
+    *,
+    scripts: Sequence[str],
+    words: Mapping[str, Text],
+    data: Mapping[str, Any],
+    styles: Sequence[str] = (),
+    **context: Any,
+) -> str:
+    """A template with style sheet, scripts and words, and the digests by which the page's own policy lets just these in.
 
-
-def render_template(template: str, *, scripts: Sequence[str], words: Mapping[str, Text], **context: Any) -> str:
-    """A template with style sheet, scripts and words, and the digests by which the page's own policy lets just these in."""
+    ``data`` is what the scripts draw; the words that the page has used come beside it, in both languages.
+    """
     style, code = (
         "".join((_TEMPLATES / name).read_text(encoding="utf-8") for name in names)
-        for names in (("acceptance.css", "charts.css"), scripts)
+        for names in (("acceptance.css", "charts.css", *styles), scripts)
     )
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
@@ -106,15 +126,31 @@ def render_template(template: str, *, scripts: Sequence[str], words: Mapping[str
         lstrip_blocks=True,
     )
     environment.filters["say"] = say_markup
+    named = _named(words)
+    # The scripts name words in quotes, and others beside them.
+    used = set(re.findall(r'"(\w+)"', code)) & set(words)
+
+    def mark(name: str) -> Markup:
+        used.add(name)
+        return named[name]
+
     environment.globals.update(
-        w=lambda name: word_markup(name, words[name]),
-        word=lambda name, style: word_markup(name, words[name], style),
+        w=lambda name: word_markup(words[name], mark(name)),
+        word=lambda name, style: word_markup(words[name], mark(name), style),
+        mark=mark,
+        # Of a column's header the script knows that it is one of the words.
+        head_mark=lambda name: "" if mark(name) == _UNNAMED else Markup(" ") + named[name],
         english=lambda name: words[name].en,
         icon=lambda state: _ICONS[state],
-        state_word=lambda state: word_markup(f"state_{state}", words[f"state_{state}"]),
+        state_word=lambda state: word_markup(words[f"state_{state}"], mark(f"state_{state}")),
     )
     return environment.get_template(template).render(
-        style=Markup(style), script=Markup(code), style_hash=_hash(style), script_hash=_hash(code), **context
+        data=lambda: as_script({**data, "words": {name: [words[name].en, words[name].zh] for name in sorted(used)}}),
+        style=Markup(style),
+        script=Markup(code),
+        style_hash=_hash(style),
+        script_hash=_hash(code),
+        **context,
     )
 
 
@@ -125,11 +161,22 @@ def say_markup(text: Text) -> Markup:
     return Markup('<span lang="en">{}</span><span lang="zh">{}</span>').format(text.en, text.zh)
 
 
-def word_markup(name: str, text: Text, style: str = "") -> Markup:
+def word_markup(text: Text, mark: Markup, style: str = "") -> Markup:
     """One of the template's own words, in English; the script has the other language, so it stands once on the page."""
     if not style:
-        return Markup('<span data-w="{}">{}</span>').format(name, text.en)
-    return Markup('<span class="{}" data-w="{}">{}</span>').format(style, name, text.en)
+        return Markup("<span {}>{}</span>").format(mark, text.en)
+    return Markup('<span class="{}" {}>{}</span>').format(style, mark, text.en)
+
+
+def _named(words: Mapping[str, Text]) -> dict[str, Markup]:
+    """The attribute that makes an element one of the words: with its name only where English alone does not tell which."""
+    chinese: dict[str, set[str]] = {}
+    for text in words.values():
+        chinese.setdefault(text.en, set()).add(text.zh)
+    return {
+        name: _UNNAMED if len(chinese[text.en]) == 1 else Markup('data-w="{}"').format(name)
+        for name, text in words.items()
+    }
 
 
 def _hash(text: str) -> str:
@@ -148,7 +195,9 @@ def _commits(report: Report) -> list[tuple[str, bool]]:
 
 def as_script(data: Any) -> Markup:
     """JSON that can't end the element which it stands in."""
-    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    # Half of a surrogate pair has no UTF-8, but JSON has a word for it.
+    text = text.encode("utf-8", "backslashreplace").decode()
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
@@ -179,6 +228,7 @@ def _absent(assembled: Assembled, trend: Trend | None) -> frozenset[str]:
         "sabotages": report.sabotages,
         "kills": report.kills,
         "storage": storage,
+        "costs": report.costs or storage.benchmarks,
         "trend": trend,
     }
     return frozenset(name for name, found in there.items() if not found)
@@ -213,6 +263,18 @@ def _configured(report: Report) -> dict[str, list[Shown]]:
     return shown
 
 
+def _runs_of(cells: Sequence[BucketCell], bucket: str, ranks: Sequence[int]) -> list[tuple[BucketCell | None, int]]:
+    """A bucket's cells by rank, and for how many ranks in a row one stands that all say the same; None: no such cell."""
+    by_rank = {cell.rank: cell for cell in cells if cell.bucket == bucket}
+
+    def said(rank: int) -> tuple[Any, ...]:
+        cell = by_rank.get(rank)
+        return (cell.state, cell.entries, len(cell.different)) if cell else ()
+
+    groups = [list(own) for _, own in itertools.groupby(ranks, key=said)]
+    return [(by_rank.get(own[0]), len(own)) for own in groups]
+
+
 def _values_at(report: Report) -> str | None:
     """Where on the page the values, or the kill, stand that the first finding speaks of; None where it speaks of neither."""
     first = next(iter(report.verdict.findings), None)
@@ -244,6 +306,12 @@ def _totals(assembled: Assembled) -> list[dict[str, Any]]:
             }
         )
     return totals
+
+
+def _goal_counts(run: CostRun) -> list[tuple[str, int]]:
+    """How many goals came to each state that there is, by the state's pill."""
+    counts = Counter(STATES[goal.status] for goal in run.goals)
+    return [(state, counts[state]) for state in STATES.values() if counts[state]]
 
 
 def _case_groups(cases: Sequence[CaseEntry]) -> list[tuple[str, list[CaseEntry]]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from benchmarks.records import Report as Benchmarks
 from conformance import serial
 from conformance.evidence import Event, EvidenceError, read_events
 from conformance.record import RecordError, Trajectory, TrajectoryRecord, trajectory_path
@@ -23,6 +24,7 @@ from conformance.results import (
     SabotageRecord,
 )
 from conformance.storage.records import STORAGE_NAME, Storage, read_storage
+from reports.costs import read_costs
 from reports.old_results import read_any_results
 from reports.quick import read_rank_quickly
 from reports.unit_tests import RANK_SIDE_NAME, UNIT_TESTS_NAME, UnitTests, read_unit_tests
@@ -70,13 +72,14 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """All parts of one acceptance run, by name; where there, what pytest said of tests that are no cases, by file name, and
-    storage records.
+    """All parts of one acceptance run, by name; where there, what pytest said of tests that are no cases, by file name,
+    storage records, and runs of benchmarks, by name.
     """
 
     parts: tuple[Part, ...]
     tests: Mapping[str, UnitTests]
     storage: Storage
+    costs: Mapping[str, Benchmarks] = field(default_factory=dict)
 
 
 def read_run(folders: Sequence[Path]) -> Run:
@@ -84,11 +87,12 @@ def read_run(folders: Sequence[Path]) -> Run:
 
     Raises:
         RecordError: a folder holds no results; a part is torn, unfinished or malformed; a leg's evidence is missing or is not
-            what its record says; two parts have one name.
+            what its record says; two parts have one name; records of benchmarks are no whole ones.
     """
     parts: dict[str, Part] = {}
     tests: dict[str, UnitTests] = {}
     storage = Storage()
+    costs: dict[str, Benchmarks] = {}
     for folder in folders:
         found = find_parts(folder)
         if not found:
@@ -107,7 +111,11 @@ def read_run(folders: Sequence[Path]) -> Run:
         ):
             if (place / STORAGE_NAME).is_file():
                 storage += read_storage(place / STORAGE_NAME)
-    return Run(parts=tuple(parts[name] for name in sorted(parts)), tests=tests, storage=storage)
+        for name, report in read_costs(folder).items():
+            if name in costs:
+                raise RecordError(f"{folder}: a run of benchmarks called {name!r} is there twice")
+            costs[name] = report
+    return Run(parts=tuple(parts[name] for name in sorted(parts)), tests=tests, storage=storage, costs=costs)
 
 
 def find_parts(folder: Path) -> list[Path]:

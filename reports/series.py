@@ -1,8 +1,9 @@
 """The curves of every case, packed for the page: exact values, thinned only where there are too many, and never of a spike.
 
 A value travels as the float it is, in base64: four bytes where a float32 holds it exactly (what a tensor told), else eight.
-A column of a leg that is bit for bit the reference's is not repeated. Thinning keeps, of each stretch of steps, the
-smallest and the largest value of every column and of its difference from the reference, and every step near an event.
+A column that is bit for bit the reference's, or that stands within another leg's, is not repeated. Thinning keeps, of each
+stretch of steps, the smallest and the largest value of every column and of its difference from the reference, and every step
+near an event.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _REFERENCE, _INTERRUPTED = ("reference", "dot"), ("interrupted", "ring")
 _RESUMED = (("resumed-a", "cross"), ("resumed-b", "triangle"), ("resumed-c", "square"), ("resumed-d", "plus"))
 # (class of the style sheet, marker); a packed leg has the place of its own in here.
 LOOKS = (_REFERENCE, _INTERRUPTED, *_RESUMED)
+_WIDTHS = {"f": 4, "d": 8}
 Floats = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
 Key = tuple[str, str, int]  # part, folder of the leg, rank
@@ -183,36 +185,84 @@ def is_identical(reference: Curve, curve: Curve, name: str) -> bool:
 
 
 def pack(series: Series, cases: Sequence[CaseEntry]) -> dict[str, Any]:
-    """Everything that the page's script draws, as plain data."""
-    names = {key[:2]: f"L{number}" for number, key in enumerate(dict.fromkeys(key[:2] for key in series.curves))}
-    legs: dict[str, dict[str, Any]] = {}
+    """Everything that the page's script draws, as plain data.
+
+    ``legs`` has, by number and rank, ``[steps, loss, lr, grad_norm]`` and a 1 where steps are left out. A column is ``"="``
+    (the reference's), ``""`` (none), or a place in ``columns``: a number, or that and the row that it begins with.
+    """
+    names = {key[:2]: number for number, key in enumerate(dict.fromkeys(key[:2] for key in series.curves))}
+    pool = _Pool(
+        _bytes_of(column)
+        for key, curve in series.curves.items()
+        for name, column in curve.values.items()
+        if not isinstance(_told(series, key, curve, name), str)
+    )
+    legs: list[list[Any]] = [[] for _ in names]
     for key, curve in series.curves.items():
-        leg = legs.setdefault(names[key[:2]], {})
-        leg[str(key[2])] = _pack_curve(series, key, curve)
+        leg = legs[names[key[:2]]]
+        leg += [None] * (key[2] + 1 - len(leg))
+        leg[key[2]] = _pack_curve(series, key, curve, pool)
     return {
         "looks": [list(look) for look in LOOKS],
+        "columns": pool.packed(),
         "legs": legs,
         "cases": {case.anchor: _pack_case(case, names) for case in cases if _drawn(case, names)},
     }
 
 
-def _drawn(case: CaseEntry, names: Mapping[tuple[str, str], str]) -> bool:
+class _Pool:
+    """Columns of which none stands within another one: legs of one training share most of their values."""
+
+    def __init__(self, columns: Iterable[tuple[str, bytes]]) -> None:
+        self._columns: list[tuple[str, bytes]] = []
+        self._starts: dict[tuple[str, bytes], list[tuple[int, int]]] = {}
+        # The longest first, so that what is contained meets what contains it.
+        for kind, data in sorted(set(columns), key=lambda one: (-len(one[1]), one)):
+            if self.place(kind, data) is None:
+                self._add(kind, data)
+
+    def _add(self, kind: str, data: bytes) -> None:
+        number, width = len(self._columns), _WIDTHS[kind]
+        self._columns.append((kind, data))
+        seen = set()
+        for row in range(len(data) // width):
+            value = data[row * width : (row + 1) * width]
+            if value not in seen:
+                seen.add(value)
+                self._starts.setdefault((kind, value), []).append((number, row))
+
+    def place(self, kind: str, data: bytes) -> int | list[int] | None:
+        """Where the column stands: a number of a column, and the row if it is not the first; None if it doesn't."""
+        width = _WIDTHS[kind]
+        for number, row in self._starts.get((kind, data[:width]), ()):
+            if self._columns[number][1].startswith(data, row * width):
+                return [number, row] if row else number
+        return None
+
+    def packed(self) -> list[str]:
+        """Each column as its kind and base64."""
+        return [kind + base64.b64encode(data).decode() for kind, data in self._columns]
+
+
+def _drawn(case: CaseEntry, names: Mapping[tuple[str, str], int]) -> bool:
     return any((case.part, leg.folder) in names for leg in case.legs)
 
 
-def _pack_curve(series: Series, key: Key, curve: Curve) -> dict[str, Any]:
-    packed: dict[str, Any] = {"s": _pack_steps(curve.steps)}
-    if curve.thinned:
-        packed["t"] = 1
+def _told(series: Series, key: Key, curve: Curve, name: str) -> str | Floats:
+    """A column, or a word for one that needs no values."""
     against = series.reference.get(key)
-    for name, column in curve.values.items():
-        if against is not None and is_identical(series.curves[against], curve, name):
-            packed[name] = "="
-        elif np.isnan(column).all():
-            packed[name] = ""
-        else:
-            packed[name] = _pack_floats(column)
-    return packed
+    if against is not None and is_identical(series.curves[against], curve, name):
+        return "="
+    column = curve.values[name]
+    return "" if np.isnan(column).all() else column
+
+
+def _pack_curve(series: Series, key: Key, curve: Curve, pool: _Pool) -> list[Any]:
+    packed: list[Any] = [_pack_steps(curve.steps)]
+    for name in METRICS:
+        column = _told(series, key, curve, name)
+        packed.append(column if isinstance(column, str) else pool.place(*_bytes_of(column)))
+    return [*packed, 1] if curve.thinned else packed
 
 
 def _pack_steps(steps: Whole) -> Any:
@@ -221,15 +271,15 @@ def _pack_steps(steps: Whole) -> Any:
     return base64.b64encode(steps.astype("<i4").tobytes()).decode()
 
 
-def _pack_floats(column: Floats) -> str:
+def _bytes_of(column: Floats) -> tuple[str, bytes]:
     with np.errstate(over="ignore"):
         single = column.astype("<f4")
     if np.array_equal(single.astype(np.float64).view(np.int64), column.view(np.int64)):
-        return "f" + base64.b64encode(single.tobytes()).decode()
-    return "d" + base64.b64encode(column.astype("<f8").tobytes()).decode()
+        return "f", single.tobytes()
+    return "d", column.astype("<f8").tobytes()
 
 
-def _pack_case(case: CaseEntry, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+def _pack_case(case: CaseEntry, names: Mapping[tuple[str, str], int]) -> dict[str, Any]:
     legs = []
     for leg, look in zip(drawn_legs(case), looks_of(case), strict=True):
         if (case.part, leg.folder) in names:

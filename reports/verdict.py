@@ -13,11 +13,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+from benchmarks.records import FailureRecord
+from benchmarks.records import Report as Benchmarks
 from conformance.comparison import Divergence
 from conformance.results import OUTCOMES, CalibrationRecord, ResultRecord, SabotageRecord
 from conformance.storage.records import Storage, corruption_violations, error_name
 from reports.acceptance import Platform, Profile, base_of, sort_key
 from reports.cases import failed_kill
+from reports.costs import commit_of
 from reports.document import CaseEntry, Finding, KillEntry, State, Verdict
 from reports.matrix import required_states
 from reports.read import Run
@@ -77,6 +80,7 @@ def make_verdict(
         *_kill_findings([kill for kill in kills if not _is_told(kill, cases)]),
         *_test_findings(run.tests),
         *_storage_findings(run.storage),
+        *_cost_findings(run.costs),
         *_part_findings(run, profile, cases),
         *(_commits(run) if profile.is_acceptance else _nothing_run(run, cases, kills)),
     ]
@@ -127,7 +131,7 @@ def _nothing_run(run: Run, cases: Sequence[CaseEntry], kills: Sequence[KillEntry
 
 def _commits(run: Run) -> Iterator[Finding]:
     """Parts that were made of different commits together say nothing about either; schema 1 tells of none."""
-    commits = {part.results.header.source.removesuffix("+")[:12] for part in run.parts} - {""}
+    commits = {commit_of(part.results.header.source) for part in run.parts} - {""}
     if len(commits) > 1:
         shown = ", ".join(sorted(commits))
         yield _finding("commits", shown, say(
@@ -302,6 +306,17 @@ def _storage_findings(storage: Storage) -> Iterator[Finding]:
                 "{what}: the proof broke off: {reason}.", "{what}：证明未能完成：{reason}。",
                 what=part.name, reason=scrub(part.reason) or part.status,
             ), "storage")  # fmt: skip
+
+
+def _cost_findings(costs: Mapping[str, Benchmarks]) -> Iterator[Finding]:
+    """Benchmarks that broke off: what they would have done is not known. A goal that was missed is no finding."""
+    for report in costs.values():
+        for one in report.of(FailureRecord):
+            what = f"{one.benchmark}, {one.point}"
+            yield _finding("error", what, say(
+                "{what}: the benchmark broke off: {reason}.", "{what}：基准测试未能完成：{reason}。",
+                what=what, reason=_short(scrub(one.reason).strip()),
+            ), "costs")  # fmt: skip
 
 
 def _part_findings(run: Run, profile: Profile, cases: Sequence[CaseEntry]) -> Iterator[Finding]:

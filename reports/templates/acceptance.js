@@ -47,8 +47,8 @@
   const sift = () => {
     const wanted = filter.value.trim().toLowerCase();
     for (const row of document.querySelectorAll(".matrix .row, details.case")) {
-      const text = row.dataset.text ?? row.querySelector("summary").textContent;
-      const fits = text.toLowerCase().includes(wanted) && !(bad.checked && row.dataset.good === "1");
+      const text = [...row.querySelectorAll(row.matches("tr") ? "th, .what" : "summary")].map((part) => part.textContent).join(" ");
+      const fits = text.toLowerCase().includes(wanted) && !(bad.checked && row.matches(".good, .pass, .note"));
       row.hidden = !fits;
     }
     for (const body of document.querySelectorAll(".matrix tbody")) {
@@ -66,19 +66,25 @@
   const bytesOf = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer;
   const stepsOf = (packed) => Array.isArray(packed) ? Array.from({ length: packed[1] }, (_, i) => packed[0] + i) : Array.from(new Int32Array(bytesOf(packed)));
   const floatsOf = (text) => Array.from(text[0] === "f" ? new Float32Array(bytesOf(text.slice(1))) : new Float64Array(bytesOf(text.slice(1))));
+  const columns = [];
+  const columnOf = (number) => columns[number] ??= floatsOf(data.columns[number]);
   const unpacked = new Map();
   const curveOf = (leg, rank, reference) => {
     const key = leg + "/" + rank;
     if (unpacked.has(key)) return unpacked.get(key);
-    const packed = (data.legs[leg] || {})[rank];
+    const packed = data.legs[leg][rank];
     if (!packed) return null;
-    const curve = { steps: stepsOf(packed.s), thin: Boolean(packed.t), at: {} };
-    for (const metric of ["loss", "lr", "grad_norm"]) {
+    const curve = { steps: stepsOf(packed[0]), thin: Boolean(packed[4]), at: {} };
+    for (const [place, metric] of ["loss", "lr", "grad_norm"].entries()) {
       let values = [];
-      if (packed[metric] === "=") {
+      const found = packed[place + 1];
+      if (found === "=") {
         const other = curveOf(reference, rank, null).at[metric];
         values = curve.steps.map((step) => other.get(step));
-      } else if (packed[metric]) values = floatsOf(packed[metric]);
+      } else if (found !== "") {
+        const [column, first] = [found].flat();
+        values = columnOf(column).slice(first || 0, (first || 0) + curve.steps.length);
+      }
       curve.at[metric] = new Map(curve.steps.map((step, i) => [step, values.length ? values[i] : NaN]));
     }
     unpacked.set(key, curve);
@@ -144,10 +150,13 @@
     return { unit, ticks: found.map((tick) => log ? [10 ** tick, (10 ** tick).toPrecision(3)] : [tick, tickText(tick, size)]) };
   };
 
+  // Within a case the viewer is that case's.
+  const caseOf = (box) => data.cases[box.dataset.case || box.closest(".body").id];
+
   class Viewer {
     constructor(box) {
       this.box = box;
-      this.case = data.cases[box.dataset.case];
+      this.case = caseOf(box);
       this.rank = box.dataset.rank ?? "0";
       this.log = false;
       this.step = null;
@@ -161,12 +170,12 @@
     load() {
       const all = this.case.legs.map(([id, label, look]) => ({ id, label, style: data.looks[look][0], marker: data.looks[look][1], curve: curveOf(id, this.rank, this.case.ref) })).filter((leg) => leg.curve);
       this.legs = all;
-      this.reference = all.find((leg) => leg.id === this.case.ref) || null;
+      this.reference = all.find((leg) => leg.id === this.case.ref) ?? null;
       this.steps = [...new Set(all.flatMap((leg) => leg.curve.steps))].sort((a, b) => a - b);
       this.whole = [this.steps[0] - 0.5, this.steps[this.steps.length - 1] + 0.5];
     }
 
-    ranks() { return [...new Set(this.case.legs.flatMap(([id]) => Object.keys(data.legs[id] || {})))].sort((a, b) => a - b); }
+    ranks() { return [...new Set(this.case.legs.flatMap(([id]) => Object.keys(data.legs[id]).filter((rank) => data.legs[id][rank])))].sort((a, b) => a - b); }
 
     build() {
       this.box.replaceChildren();
@@ -407,7 +416,7 @@
   }
   Viewer.count = 0;
 
-  const start = (box) => { if (!viewers.has(box) && data.cases[box.dataset.case]) viewers.set(box, new Viewer(box)); };
+  const start = (box) => { if (!viewers.has(box) && caseOf(box)) viewers.set(box, new Viewer(box)); };
   for (const box of document.querySelectorAll(".depth .viewer")) start(box);
   for (const details of document.querySelectorAll("details.case")) {
     details.addEventListener("toggle", () => { if (details.open) for (const box of details.querySelectorAll(".viewer")) start(box); });

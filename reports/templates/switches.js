@@ -6,6 +6,13 @@ const page = (() => {
   root.classList.add("scripted");
   const data = JSON.parse(document.getElementById("data").textContent);
   const say = (name) => (data.words[name] || [name, name])[root.dataset.language === "zh" ? 1 : 0];
+  // A word that its English text alone tells apart has no name in the page.
+  const names = Object.create(null);
+  for (const name in data.words) names[data.words[name][0]] = name;
+  for (const word of document.querySelectorAll('[data-w=""], th[scope="col"]:not([data-w])')) {
+    // A column's header is a word even without a mark, unless it is made of several.
+    if (!word.children.length && word.textContent in names) word.dataset.w = names[word.textContent];
+  }
   const remember = (key, value) => { try { localStorage.setItem(key, value); } catch { /* a page from disk may have no storage */ } };
   const recall = (key) => { try { return localStorage.getItem(key); } catch { return null; } };
   const apply = {

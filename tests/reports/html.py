@@ -5,10 +5,22 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
+# What a start tag ends before it, where nothing lies between: of HTML's rules those that the page makes use of.
+_CELL = ("td", "th")
+_ENDS = {
+    "td": _CELL,
+    "th": _CELL,
+    "tr": (*_CELL, "tr"),
+    "tbody": (*_CELL, "tr", "thead", "tbody"),
+    "li": ("li",),
+    "dt": ("dt", "dd"),
+    "dd": ("dt", "dd"),
+}
+_IMPLIED = {*_ENDS, "thead"}
 
 
 class Page(HTMLParser):
-    """Checks that tags are balanced, and keeps the visible text and every attribute."""
+    """Checks that tags are balanced (with the ends that HTML implies), and keeps the visible text and every attribute."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -21,6 +33,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += [(tag, name, value or "") for name, value in attrs]
+        while self.open and self.open[-1] in _ENDS.get(tag, ()):
+            self.open.pop()
         if tag not in VOID:
             self.open.append(tag)
 
@@ -28,7 +42,9 @@ class Page(HTMLParser):
         self.attributes += [(tag, name, value or "") for name, value in attrs]
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        while self.open[-1] != tag:
+            assert self.open.pop() in _IMPLIED
+        self.open.pop()
 
     def handle_data(self, data: str) -> None:
         if not {"style", "script"} & set(self.open):

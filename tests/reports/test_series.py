@@ -47,7 +47,22 @@ def steps(packed_steps: Any) -> list[int]:
 
 def legs_of(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
     (case,) = data["cases"].values()
-    return {label: data["legs"][name]["0"] for name, label, _ in case["legs"]}
+    return {label: unpacked(data, data["legs"][number][0]) for number, label, _ in case["legs"]}
+
+
+def unpacked(data: dict[str, Any], curve: list[Any]) -> dict[str, Any]:
+    """One leg's columns by name, each as its kind and base64 of just its own rows."""
+    found = {"s": curve[0], "t": curve[4] if len(curve) > 4 else 0}
+    for name, place in zip(("loss", "lr", "grad_norm"), curve[1:4], strict=True):
+        if isinstance(place, str):
+            found[name] = place
+            continue
+        column, first = place if isinstance(place, list) else (place, 0)
+        text = data["columns"][column]
+        width = {"f": 4, "d": 8}[text[0]]
+        rows = base64.b64decode(text[1:])[first * width : (first + len(steps(curve[0]))) * width]
+        found[name] = text[0] + base64.b64encode(rows).decode()
+    return found
 
 
 def test_every_value_travels_as_the_float_it_is(tmp_path: Path) -> None:
@@ -71,6 +86,24 @@ def test_a_column_that_is_the_references_is_not_repeated(tmp_path: Path) -> None
     assert legs["interrupted"]["loss"] == "="
     assert legs["resumed"]["lr"] == "="
     assert floats(legs["resumed"]["loss"])[3] == 0.0
+
+
+def test_legs_of_one_training_share_their_values_even_where_a_case_has_no_reference(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.resumed_case("C9")
+    run.resumed_case("C8", last=9, kill=7, resume=5)
+    run.lines = [line for line in run.lines if (line.get("key"), line.get("leg")) != ("C8", "reference")]
+    for line in run.lines:
+        if line["record"] == "result" and line["key"] == "C8":
+            line["checks"] = []
+    data = packed(assembled(run))
+    assert len(data["columns"]) == 3  # C9's reference, whose formulas are those of all
+    alone = {label: data["legs"][number][0] for number, label, _ in data["cases"]["case-run-1-C8"]["legs"]}
+    assert set(alone) == {"interrupted", "resumed"}
+    for label, first, last in (("interrupted", 1, 7), ("resumed", 6, 9)):
+        assert floats(unpacked(data, alone[label])["loss"]) == [loss(step) for step in range(first, last + 1)]
+        assert floats(unpacked(data, alone[label])["lr"]) == [lr(step) for step in range(first, last + 1)]
+    assert [place[1] for place in alone["resumed"][1:4]] == [5, 5, 5]
 
 
 def spiked(row: dict[str, Any], rank: int) -> None:

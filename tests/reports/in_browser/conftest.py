@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reports.__main__ import main
+from tests.reports.bench_folder import costed
 from tests.reports.formulas import loss, single
 from tests.reports.run_folder import RunFolder, refused_run, whole_run
 
@@ -69,6 +70,14 @@ def built(run: RunFolder, profile: str = "accept") -> str:
 @pytest.fixture(scope="session")
 def accepted(tmp_path_factory: pytest.TempPathFactory) -> str:
     return built(whole_run(tmp_path_factory.mktemp("accepted") / "run"))
+
+
+@pytest.fixture(scope="session")
+def priced(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An accepted run beside which benchmarks lie, of which a goal is missed."""
+    run = whole_run(tmp_path_factory.mktemp("priced") / "run")
+    costed(run.folder / "bench", source="f" * 40).finish()
+    return built(run)
 
 
 @pytest.fixture(scope="session")

@@ -233,7 +233,7 @@ CONTRAST = """
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("which", ["accepted", "passed", "refused", "soaked", "incomplete", "compared"])
+@pytest.mark.parametrize("which", ["accepted", "passed", "priced", "refused", "soaked", "incomplete", "compared"])
 def test_all_text_has_enough_contrast(
     browser: Browser, request: pytest.FixtureRequest, which: str, scheme: str
 ) -> None:
@@ -293,7 +293,8 @@ def test_the_line_that_runs_a_case_again_is_copied(browser: Browser, refused: st
     page = context.new_page()
     page.goto(refused)
     page.locator(".depth .copy").first.click()
-    assert page.locator(".depth .copy").first.inner_text() == "Copied"
+    page.locator(".depth .copy").first.filter(has_text="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == page.locator(".depth .command code").first.inner_text()
     context.close()
 
 
