@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hyper_resume import collective
 from hyper_resume.config.schema import RunConfig
@@ -26,6 +27,7 @@ from hyper_resume.trainer.callbacks import (
     TrajectoryCallback,
 )
 from hyper_resume.trainer.progress import steps_per_epoch
+from hyper_resume.trainer.reading import DirectIter
 from hyper_resume.trainer.state import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ class BaseTrainer:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.train_dataloader = train_dataloader
-        self.data_iterator: HyperIter | None = None
+        self.data_iterator: HyperIter | DirectIter | None = None
         self.loss_function = loss_function
         self.device = device or torch.device("cpu")
         self.dp_group = dp_group
@@ -175,10 +177,10 @@ class BaseTrainer:
             set_epoch(epoch)
         # Asked before the iterator is made, because a prefetching one moves the loader at once.
         self.state.batch_index = self._batches_consumed(epoch) - 1
-        # What a foreign loader draws when its iterator is made was drawn once already, before the checkpoint.
-        streams = collect_rng(self.device.type)
-        self.data_iterator = self._open_iterator()
         resumed = epoch == self.start_epoch and self.state.global_step > 0
+        # What a foreign loader draws when its iterator is made was drawn once already, before the checkpoint.
+        streams = collect_rng(self.device.type) if resumed else {}
+        self.data_iterator = self._open_iterator()
         if resumed and self.start_step > 0:
             apply_rng(streams, self.device.type)
         self.model.train()
@@ -205,8 +207,11 @@ class BaseTrainer:
         positioned = epoch == self.start_epoch and hasattr(self.train_dataloader, "load_state_dict")
         return self.start_step * self.config.training.gradient_accumulation_steps if positioned else 0
 
-    def _open_iterator(self) -> HyperIter:
+    def _open_iterator(self) -> HyperIter | DirectIter:
         data = self.config.data
+        if not self.config.checkpoint.save_ckpt and not data.use_background_prefetcher:
+            # Noting the position with every batch is what a save needs.
+            return DirectIter(self.train_dataloader)
         return HyperIter(
             self.train_dataloader,
             use_background_prefetcher=data.use_background_prefetcher,
@@ -257,16 +262,8 @@ class BaseTrainer:
 
     def _step(self, batches: list[Any]) -> None:
         started = time.perf_counter()
-        training = self.config.training
-        total = torch.zeros((), device=self.device)
-        for index, batch in enumerate(batches):
-            self._sync_gradients(index == len(batches) - 1)
-            with self._autocast():
-                loss = self.loss_function(self.model, _to_device(batch, self.device)) / len(batches)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        grad_norm = clip_grad_norm(parameters, training.max_grad_norm)
+        total = self._backward(batches)
+        grad_norm = self._clip()
         self.state.lrs = self._learning_rates()
         self.optimizer.step()
         for scheduler in self._schedulers():
@@ -274,18 +271,50 @@ class BaseTrainer:
         self.optimizer.zero_grad()
         self.state.global_step += 1
         self.state.next_lrs = self._learning_rates()
-        self.state.loss = float(mean_over(total, self.dp_group))
+        self.state.loss = float(total if self.dp_group is None else mean_over(total, self.dp_group))
         self.state.grad_norm = float(grad_norm)
         self.state.seconds = time.perf_counter() - started
+
+    def _backward(self, batches: list[Any]) -> torch.Tensor:
+        """Add the window's gradients up; returns its mean loss in float32, detached."""
+        if self.config.training.gradient_accumulation_steps == 1:
+            (batch,) = batches
+            loss = self._loss(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach().float()
+        total = torch.zeros((), device=self.device)
+        for index, batch in enumerate(batches):
+            self._sync_gradients(index == len(batches) - 1)
+            loss = self._loss(batch) / len(batches)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        moved = _to_device(batch, self.device)
+        bf16, device = self.config.training.bf16, self.device.type
+        if not bf16 and not torch.is_autocast_enabled(device):
+            # There is nothing to switch on, and no autocast around the training to switch off.
+            return self.loss_function(self.model, moved)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=bf16):
+            return self.loss_function(self.model, moved)
+
+    def _clip(self) -> torch.Tensor | float:
+        """Clip the gradients and return their norm before that; NaN where nothing clips and nobody looks at it."""
+        max_norm = self.config.training.max_grad_norm
+        if max_norm is None and all(isinstance(callback, ProgressCallback) for callback in self.callbacks):
+            return math.nan
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if max_norm is None or any(isinstance(parameter, DTensor) for parameter in parameters):
+            return clip_grad_norm(parameters, max_norm)
+        # The same bits, with one multiplication for all gradients instead of one for each.
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def _sync_gradients(self, last: bool) -> None:
         """FSDP2 reduces gradients once a step, not once a micro-batch."""
         toggle = getattr(self.model, "set_requires_gradient_sync", None)
         if toggle is not None:
             toggle(last)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.training.bf16)
 
     def _learning_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]

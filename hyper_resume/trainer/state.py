@@ -13,7 +13,7 @@ class TrainerState:
     last micro-batch's place in its epoch; ``epoch_ended`` is True from ``on_epoch_end`` to the next epoch's start. ``lrs``
     are the learning rates that the last step used, one per parameter group; ``next_lrs`` those that the next step will use.
     ``loss`` is averaged over micro-batches and data-parallel ranks; ``sample_ids`` are this rank's dataset indices of the
-    last step.
+    last step. ``grad_norm`` is the norm before clipping; NaN where nothing clips and the only callback, if any, is the bar.
     """
 
     global_step: int = 0

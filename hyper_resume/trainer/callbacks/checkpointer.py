@@ -78,9 +78,11 @@ class CheckpointerCallback(Callback):
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Save when ``save_steps`` divides the step."""
+        if not self.config.save_ckpt:
+            return
         step = self._state.global_step
         self._liveness.saw_step(getattr(self._state, "lrs", ()))
-        if self.config.save_ckpt and self.config.save_steps > 0 and step % self.config.save_steps == 0:
+        if self.config.save_steps > 0 and step % self.config.save_steps == 0:
             self._save_once(step)
 
     def on_epoch_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:

@@ -1,0 +1,65 @@
+"""Reading an epoch for a training that saves nothing: no position is noted until somebody asks for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from hyper_resume.data.loader import EpochIterator
+from hyper_resume.errors import UnsupportedError, describe
+
+
+class DirectIter(Iterator[Any]):
+    """Stands in for :class:`~hyper_resume.data.prefetch.HyperIter` where nothing is saved and no thread reads ahead.
+
+    A batch goes from the loader to training as it is. The loader stands behind the batch last handed out then, because only
+    training takes batches, so that a callback which asks for the position gets the loader's, at that moment.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        """Stand before the next batch of ``loader``; ``iter(loader)`` is called at once."""
+        self._iterator = iter(loader)
+        self._source: Any = self._iterator if isinstance(self._iterator, EpochIterator) else loader
+
+    @property
+    def has_state(self) -> bool:
+        """Whether :meth:`state_dict` has a position to give; False for a loader without one."""
+        return hasattr(self._source, "state_dict")
+
+    @property
+    def sample_ids(self) -> list[int]:
+        """Dataset indices of the batch last handed out, not to be changed; empty when the loader doesn't tell."""
+        found: list[int] = getattr(self._iterator, "sample_ids", [])
+        return found
+
+    def __iter__(self) -> DirectIter:
+        """Itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch of this epoch.
+
+        Raises:
+            StopIteration: the epoch is finished.
+            Exception: what reading raised.
+        """
+        return next(self._iterator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state as of the batch last handed out, for the loader's ``load_state_dict``.
+
+        Raises:
+            UnsupportedError: the loader has no ``state_dict`` (see :attr:`has_state`).
+        """
+        if not self.has_state:
+            found = type(self._source).__name__
+            raise UnsupportedError(describe("the loader has no state_dict", found=found, do="check has_state first"))
+        # A foreign state may be live: it would go on changing in the hands of whoever asked.
+        state: dict[str, Any] = copy.deepcopy(self._source.state_dict())
+        return state
+
+    def close(self) -> None:
+        """End the loader's workers; the loader's position stays behind the batch last handed out."""
+        if isinstance(self._iterator, EpochIterator):
+            self._iterator.close()
