@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -135,7 +136,12 @@ def entry_digest(value: Any, data: bytes | None = None) -> bytes:
     if not isinstance(value, torch.Tensor):
         return _digest_in_one_go(value)
     data = data or data_digest(bytes_of(value))
-    return xxhash.xxh3_128_digest(f"tensor {value.dtype} {tuple(value.shape)} ".encode() + data)
+    return xxhash.xxh3_128_digest(_kind(value.dtype, value.shape) + data)
+
+
+@lru_cache(maxsize=65536)
+def _kind(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"tensor {dtype} {tuple(shape)} ".encode()
 
 
 def text_of_entries(digests: Mapping[str, bytes]) -> str:
@@ -169,7 +175,8 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     Args:
         tensor: not a sharded one.
     """
-    tensor = tensor.detach()
+    if tensor.requires_grad or type(tensor) is not torch.Tensor:
+        tensor = tensor.detach()
     is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
     if is_plain and tensor.dtype in _OF_NUMPY:
         return tensor.numpy()

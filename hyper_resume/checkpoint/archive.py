@@ -223,7 +223,8 @@ def data_place(content: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) 
     own = template(dtype, shape)
     if own is not None and len(content) == own.size_bytes:
         begin = len(own.prefix)
-        if content[:begin] == own.prefix and content[begin + own.data_bytes :] == own.suffix:
+        # As bytes: views are compared item by item.
+        if bytes(content[:begin]) == own.prefix and bytes(content[begin + own.data_bytes :]) == own.suffix:
             return begin
     return _place_in_torch_archive(content, dtype, shape)
 

@@ -90,9 +90,8 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         whole = [(_local(target), _local(source)) for target, source in pairs]
     small: list[tuple[torch.Tensor, torch.Tensor]] = []
     large: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
-    for group in _by_memory(whole):
-        is_small = all(target.untyped_storage().nbytes() < _SMALL_BYTES for target, _ in group)
-        small.extend(group) if is_small else large.append(group)
+    for group, size in _by_memory(whole):
+        small.extend(group) if size < _SMALL_BYTES else large.append(group)
     in_threads(_copy_in_order, large)
     _copy_many(small)
 
@@ -107,22 +106,33 @@ def in_form_of(live: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, live._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _by_memory(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Put together what shares memory, also where several storages lie over the same bytes, as NumPy makes them."""
+def _by_memory(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> list[tuple[list[tuple[torch.Tensor, torch.Tensor]], int]]:
+    """Put together what shares memory, also where several storages lie over the same bytes, as NumPy makes them.
+
+    Returns:
+        groups of pairs, each with the bytes of its largest storage.
+    """
     storages = [target.untyped_storage() for target, _ in pairs]
     spans = sorted((storage.data_ptr(), storage.nbytes(), index) for index, storage in enumerate(storages))
     groups: list[list[int]] = []
+    sizes: list[int] = []
     end = 0
     for begin, size, index in spans:
         if not groups or begin >= end:
-            groups.append([])
-        groups[-1].append(index)
+            groups.append([index])
+            sizes.append(size)
+        else:
+            groups[-1].append(index)
+            sizes[-1] = max(sizes[-1], size)
         end = max(end, begin + size)
-    return [[pairs[index] for index in sorted(group)] for group in groups]
+    return [([pairs[index] for index in sorted(group)], size) for group, size in zip(groups, sizes, strict=True)]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

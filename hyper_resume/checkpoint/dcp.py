@@ -12,7 +12,6 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
@@ -26,6 +25,7 @@ from hyper_resume.checkpoint.attempt import SAVE_ID, check_training_state, mark_
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase, LoadReport
 from hyper_resume.checkpoint.copying import uncollected
 from hyper_resume.checkpoint.filesystem import ShardWriter
+from hyper_resume.checkpoint.flat import flatten
 from hyper_resume.checkpoint.kinds import MODEL_BUCKET, check_model_entries
 from hyper_resume.checkpoint.manifest import FileEntry, Manifest
 from hyper_resume.checkpoint.plan_cache import CachingPlanner, Layout, PlanCache, layout_of
@@ -91,6 +91,7 @@ class DistributedCheckpointer(CheckpointerBase):
         source = None if restored_from is None else Path(restored_from)
         collective.on_rank_zero(lambda: self._root.begin(Path(checkpoint_dir), source), self._group())
 
+    @uncollected()
     def save(
         self,
         path: str,
@@ -123,17 +124,15 @@ class DistributedCheckpointer(CheckpointerBase):
         attempt: Attempt | None = None
         try:
             attempt = self._begin_attempt(target, global_step, started)
-            with uncollected():
-                writer, planner = self._prepare_writer(
-                    attempt, payload, training_state, metrics or {}, later=not save_async
-                )
+            writer, planner = self._prepare_writer(
+                attempt, payload, training_state, metrics or {}, later=not save_async
+            )
             if save_async:
                 self._start_background(payload, writer, planner, attempt)
             else:
                 attempt.reached("staged")
-                with uncollected():
-                    how = self._distribution()
-                    self._dcp(lambda: dcp_save(payload, storage_writer=writer, planner=planner, **how), target)
+                how = self._distribution()
+                self._dcp(lambda: dcp_save(payload, storage_writer=writer, planner=planner, **how), target)
                 self._publish(attempt)
         except Exception as error:  # noqa: BLE001  raised again by _fail
             self._fail(error, attempt, target)
@@ -170,7 +169,7 @@ class DistributedCheckpointer(CheckpointerBase):
 
         def write() -> None:
             self._check_shared(attempt.staging)
-            entries, paths = flatten_state_dict(payload)
+            entries, paths = flatten(payload)
             flat.update(entries)
             layouts.append((*layout_of(flat, paths), (training_state is not None, *(training_state or ()))))
             buckets.update(extra.bucket_digests(training_state or {}))
@@ -288,6 +287,7 @@ class DistributedCheckpointer(CheckpointerBase):
 
     # ---- load -------------------------------------------------------------------------------------------------------
 
+    @uncollected()
     def load(
         self,
         path: str,
@@ -316,7 +316,8 @@ class DistributedCheckpointer(CheckpointerBase):
         manifest, metadata, proofs = self._verified(directory, training_state=with_training_state)
         self._proved = None
         save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata, manifest), group)
-        model, _ = flatten_state_dict({MODEL_BUCKET: state.get(MODEL_BUCKET, {})})
+        incoming = collective.agree(lambda: loading.Incoming(state, metadata), group)
+        model = incoming.of_bucket(MODEL_BUCKET)
         collective.agree(lambda: check_model_entries(model, metadata, strict=strict_model, where=path), group)
         training_state: dict[str, Any] = {}
         if extra_state_skeleton is not None:
@@ -324,12 +325,10 @@ class DistributedCheckpointer(CheckpointerBase):
             collective.agree(lambda: check_training_state(training_state, save_id, directory), group)
             lacking = sorted(set(extra_state_skeleton) - set(training_state))
             collective.agree(lambda: extra.refuse_part(path, lacking), group)
-        with uncollected():
-            incoming = collective.agree(lambda: loading.Incoming(state, metadata), group)
-            collective.agree(lambda: incoming.refuse_other_kinds(metadata, path), group)
-            incoming.take(collective.agree(lambda: load_entries(incoming.wanted, directory, metadata, proofs), group))
-            self._accept(path, incoming, training_state, manifest, state)
-            collective.agree(incoming.fill, group)
+        collective.agree(lambda: incoming.refuse_other_kinds(metadata, path, checked=model), group)
+        incoming.take(collective.agree(lambda: load_entries(incoming.wanted, directory, metadata, proofs), group))
+        self._accept(path, incoming, training_state, manifest, state)
+        collective.agree(incoming.fill, group)
         return training_state
 
     def _verified(self, directory: Path, *, training_state: bool) -> _Known:

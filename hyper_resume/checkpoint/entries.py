@@ -58,6 +58,7 @@ class Entries:
         self._described = metadata.state_dict_metadata
         self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
         self._files: dict[str, operations.InputFile] = {}
+        self._found: dict[str, list[_StorageInfo]] = {}
 
     def __enter__(self) -> Entries:
         """Return itself."""
@@ -97,10 +98,13 @@ class Entries:
         return file_name in self._proofs
 
     def _places_of(self, name: str) -> list[_StorageInfo]:
-        entry = self._described[name]
-        if isinstance(entry, TensorStorageMetadata):
-            return [self._places[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
-        return [self._places[MetadataIndex(name)]]
+        """Where the chunks of a tensor stand, in their order, or the one place of anything else."""
+        found = self._found.get(name)
+        if found is None:
+            entry = self._described[name]
+            offsets = [chunk.offsets for chunk in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
+            found = self._found[name] = [self._places[MetadataIndex(name, offset)] for offset in offsets]
+        return found
 
     def _file(self, name: str) -> operations.InputFile:
         file = self._files.get(name)
@@ -116,7 +120,7 @@ class Entries:
             CheckpointMismatchError: it is damaged, or holds anything else.
         """
         # One rank wrote the entry and any rank may read it, so a device in it says nothing about where it belongs.
-        place = self._places[MetadataIndex(name)]
+        (place,) = self._places_of(name)
         return safe_load.load_plain(self._content(name, place), self._where(name, place))
 
     def tensor(self, name: str, live: torch.Tensor | None) -> torch.Tensor:
@@ -148,15 +152,16 @@ class Entries:
         self, name: str, entry: TensorStorageMetadata, offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
         """Return the elements from ``offsets`` on, ``sizes`` of them."""
-        for chunk in entry.chunks:
+        places = self._places_of(name)
+        for chunk, place in zip(entry.chunks, places, strict=True):
             if chunk.sizes == sizes and chunk.offsets == offsets:
-                return self._chunk(name, entry, chunk, is_all=True)
+                return self._chunk(name, entry, chunk, place, is_all=True)
         found: list[tuple[torch.Tensor, tuple[slice, ...]]] = []
-        for chunk in entry.chunks:
+        for chunk, place in zip(entry.chunks, places, strict=True):
             common = _overlap(offsets, sizes, chunk.offsets, chunk.sizes)
             if common is not None:
                 there, here = common
-                found.append((self._chunk(name, entry, chunk)[there], here))
+                found.append((self._chunk(name, entry, chunk, place)[there], here))
         if len(found) == 1 and found[0][0].shape == sizes:
             return found[0][0]
         whole = torch.empty(sizes, dtype=entry.properties.dtype)
@@ -165,11 +170,16 @@ class Entries:
         return whole
 
     def _chunk(
-        self, name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, *, is_all: bool = False
+        self,
+        name: str,
+        entry: TensorStorageMetadata,
+        chunk: ChunkStorageMetadata,
+        place: _StorageInfo,
+        *,
+        is_all: bool = False,
     ) -> torch.Tensor:
         """Return a stored chunk; ``is_all`` when it is all that is wanted of the entry."""
-        dtype, shape = entry.properties.dtype, tuple(chunk.sizes)
-        place = self._places[MetadataIndex(name, chunk.offsets)]
+        dtype, shape = entry.properties.dtype, chunk.sizes
         content = self._content(name, place)
         begin = archive.data_place(content, dtype, shape)
         count = math.prod(shape)
@@ -180,13 +190,14 @@ class Entries:
             known = proof and proof.data_digest(place.offset + begin, count * dtype.itemsize)
             if known:
                 self.data_digests[name] = known
-            return torch.frombuffer(content, dtype=dtype, count=count, offset=begin).view(shape)
+            found = torch.frombuffer(content, dtype=dtype, count=count, offset=begin)
+            return found if len(shape) == 1 else found.view(shape)
         where = self._where(name, place)
         found = safe_load.load_plain(content, where)
         if not isinstance(found, torch.Tensor):
             raise _not_as_described(where, "a tensor", type(found).__name__)
-        if (found.dtype, tuple(found.shape)) != (dtype, shape):
-            raise _not_as_described(where, f"{dtype}, shape {shape}", f"{found.dtype}, {tuple(found.shape)}")
+        if (found.dtype, found.shape) != (dtype, shape):
+            raise _not_as_described(where, f"{dtype}, shape {tuple(shape)}", f"{found.dtype}, {tuple(found.shape)}")
         return found.detach()
 
     def _content(self, name: str, place: _StorageInfo) -> memoryview:

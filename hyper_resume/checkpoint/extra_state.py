@@ -85,9 +85,14 @@ def plain_state(value: Any, where: str = "") -> Any:
         StateNotPlainError: names the path inside the state and the type that was found.
     """
     if type(value) in (dict, OrderedDict, Counter):
-        inside = [(key, f"{where}.{key}" if where else str(key)) for key in value]
         return type(value)(
-            {plain_state(key, f"{path} (as a key)"): plain_state(value[key], path) for key, path in inside}
+            {
+                # Most are tensors under a text, and there are many.
+                key if type(key) is str else plain_state(key, f"{_below(where, key)} (as a key)"): item
+                if type(item) is torch.Tensor and _is_plain_leaf(item)
+                else plain_state(item, _below(where, key))
+                for key, item in value.items()
+            }
         )
     if type(value) in (list, tuple, set):
         return type(value)(plain_state(item, f"{where}[{index}]") for index, item in enumerate(value))
@@ -106,15 +111,17 @@ def plain_state(value: Any, where: str = "") -> Any:
     return value
 
 
+def _below(where: str, key: Any) -> str:
+    return f"{where}.{key}" if where else str(key)
+
+
 def _is_plain_leaf(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not (value.is_meta or value.is_quantized or value.is_nested)
     if type(value) is int:
         return value.bit_length() <= _INT_BITS
-    if isinstance(value, torch.Tensor) and (value.is_meta or value.is_quantized or value.is_nested):
-        return False
     # torch writes empty bytes as a call of `bytes`, which its own safe reader refuses.
-    return (
-        value != b"" if type(value) is bytes else type(value) in _PLAIN or isinstance(value, (torch.Tensor, torch.Size))
-    )
+    return value != b"" if type(value) is bytes else type(value) in _PLAIN or isinstance(value, torch.Size)
 
 
 def _kind_of(value: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from hyper_resume.checkpoint import archive, index, manifest, operations
 from hyper_resume.checkpoint.copying import start
 from hyper_resume.checkpoint.manifest import FileEntry, Manifest
 from hyper_resume.checkpoint.plan_cache import Described, PlanCache
-from hyper_resume.checkpoint.stream import Stream
+from hyper_resume.checkpoint.stream import SMALL_BYTES, Stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,22 +209,23 @@ def _least_bytes(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-def _serialise(data: torch.Tensor | io.BytesIO) -> Iterator[bytes | memoryview]:
-    """Give the archive of one entry, piece by piece."""
+def _serialise(data: torch.Tensor | io.BytesIO) -> Sequence[bytes | memoryview]:
+    """Return the archive of one entry: what is small in one piece, the bytes of a large tensor by themselves."""
     if isinstance(data, io.BytesIO):
-        yield data.getbuffer()
-        return
-    tensor = data.detach().cpu()
-    around = archive.template(tensor.dtype, tuple(tensor.shape)) if tensor.layout is torch.strided else None
+        return (data.getbuffer(),)
+    tensor = data.detach() if data.requires_grad else data
+    if not tensor.is_cpu:
+        tensor = tensor.cpu()
+    around = archive.template(tensor.dtype, tensor.shape) if tensor.layout is torch.strided else None
     if around is not None:
-        yield around.prefix
-        if around.data_bytes:
-            yield memoryview(digest.bytes_of(tensor)).cast("B")
-        yield around.suffix
-        return
+        prefix, suffix, data_bytes = around
+        content = digest.bytes_of(tensor)
+        if data_bytes < SMALL_BYTES:
+            return (b"".join((prefix, content.data, suffix)) if data_bytes else prefix + suffix,)
+        return prefix, memoryview(content).cast("B"), suffix
     if tensor.untyped_storage().size() != tensor.nbytes:
         # A view: torch.save would write all of the storage behind it.
         tensor = tensor.clone()
     buffer = io.BytesIO()
     torch.save(tensor, buffer)
-    yield buffer.getbuffer()
+    return (buffer.getbuffer(),)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,27 +43,33 @@ def encode(metadata: Metadata) -> bytes:
     places = metadata.storage_data
     files = sorted({place.relative_path for place in places.values()})
     numbers = {name: number for number, name in enumerate(files)}
-    tensors: dict[str, Any] = {}
-    values: dict[str, Any] = {}
+    tensors: list[str] = []
+    values: list[str] = []
+    # Put together as text: a list for each entry and its lists within takes twice the time.
+    quoted = json.encoder.encode_basestring_ascii
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             chunks = [
-                [
-                    list(chunk.offsets),
-                    list(chunk.sizes),
-                    *_place(places[MetadataIndex(name, chunk.offsets)], numbers),
-                ]
+                f"[{_numbers(chunk.offsets)},{_numbers(chunk.sizes)},"
+                f"{_place(places[MetadataIndex(name, chunk.offsets)], numbers)}]"
                 for chunk in entry.chunks
             ]
-            tensors[name] = [str(entry.properties.dtype).removeprefix("torch."), list(entry.size), chunks]
+            dtype = str(entry.properties.dtype)[len("torch.") :]
+            tensors.append(f'{quoted(name)}:["{dtype}",{_numbers(entry.size)},[{",".join(chunks)}]]')
         else:
-            values[name] = _place(places[MetadataIndex(name)], numbers)
-    whole = {"format": FORMAT, "format_version": FORMAT_VERSION, "files": files, "tensors": tensors, "values": values}
-    return json.dumps(whole, separators=(",", ":")).encode() + b"\n"
+            values.append(f"{quoted(name)}:[{_place(places[MetadataIndex(name)], numbers)}]")
+    head = json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, "files": files}, separators=(",", ":"))
+    whole = f'{head[:-1]},"tensors":{{{",".join(tensors)}}},"values":{{{",".join(values)}}}}}\n'
+    return whole.encode()
 
 
-def _place(place: _StorageInfo, numbers: Mapping[str, int]) -> list[int]:
-    return [numbers[place.relative_path], place.offset, place.length]
+def _place(place: _StorageInfo, numbers: Mapping[str, int]) -> str:
+    return f"{numbers[place.relative_path]},{place.offset},{place.length}"
+
+
+@lru_cache(maxsize=65536)
+def _numbers(size: torch.Size) -> str:
+    return f"[{','.join(map(str, size))}]"
 
 
 def decode(content: bytes, where: str) -> Metadata:
@@ -130,18 +137,17 @@ class _Reader:
         size = _size(shape)
         parts: list[ChunkStorageMetadata] = []
         for offsets, sizes, *place in chunks:
-            part = ChunkStorageMetadata(offsets=_size(offsets), sizes=_size(sizes))
+            # Nearly all are whole: what was looked at once is not looked at again.
+            part = ChunkStorageMetadata(offsets=_size(offsets), sizes=size if sizes == shape else _size(sizes))
             parts.append(part)
-            if len(part.offsets) != len(size) or len(part.sizes) != len(size):
-                raise FormError(f"entry {shorten(name)}: a chunk of another number of dimensions")
-            if any(begin + most > whole for begin, most, whole in zip(part.offsets, part.sizes, size, strict=True)):
-                raise FormError(f"entry {shorten(name)}: a chunk that reaches out of the tensor")
+            complaint = "" if _is_whole(part, size) else _chunk_complaint(part, size)
+            if complaint:
+                raise FormError(f"entry {shorten(name)}: {complaint}")
             index = MetadataIndex(name, part.offsets)
             if index in self.places:
                 raise FormError(f"entry {shorten(name)}: two chunks at one place")
             self._add_place(index, place, math.prod(part.sizes) * properties.dtype.itemsize)
-        is_whole = len(parts) == 1 and parts[0].sizes == size
-        complaint = "" if is_whole else cover_complaint(size, parts)
+        complaint = "" if len(parts) == 1 and _is_whole(parts[0], size) else cover_complaint(size, parts)
         if complaint:
             raise FormError(f"entry {shorten(name)}: {complaint}")
         self.entries[name] = TensorStorageMetadata(properties=properties, size=size, chunks=parts)
@@ -170,6 +176,18 @@ class _Reader:
             if number == last and begin < end:
                 raise FormError(f"entries share bytes of {shorten(self._files[number])}")
             last, end = number, until
+
+
+def _is_whole(part: ChunkStorageMetadata, size: torch.Size) -> bool:
+    return part.sizes is size and len(part.offsets) == len(size) and not any(part.offsets)
+
+
+def _chunk_complaint(part: ChunkStorageMetadata, size: torch.Size) -> str:
+    if len(part.offsets) != len(size) or len(part.sizes) != len(size):
+        return "a chunk of another number of dimensions"
+    if any(begin + most > whole for begin, most, whole in zip(part.offsets, part.sizes, size, strict=True)):
+        return "a chunk that reaches out of the tensor"
+    return ""
 
 
 def _size(numbers: Any) -> torch.Size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -21,6 +21,7 @@ from hyper_resume.checkpoint import layout, operations, safe_load
 from hyper_resume.checkpoint.copying import copy_all, in_threads
 from hyper_resume.checkpoint.description import read_metadata
 from hyper_resume.checkpoint.entries import Read
+from hyper_resume.checkpoint.flat import flatten
 from hyper_resume.checkpoint.kinds import is_of_kind, kind_of_live, kind_of_stored
 from hyper_resume.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -198,22 +199,31 @@ class Incoming:
     def __init__(self, state: dict[str, Any], metadata: Metadata) -> None:
         """Ask for each entry of ``state`` that the checkpoint has."""
         self._state = state
-        self._live, self._places = flatten_state_dict(state)
+        self._live, self._places = flatten(state)
         stored = metadata.state_dict_metadata
         self.wanted = {name: value for name, value in self._live.items() if name in stored}
         self.unread = tuple(sorted(_bucket_entries(stored, set(state)) - set(self._live)))
         self._read: dict[str, Any] = {}
         self._known: Mapping[str, bytes] = {}
 
-    def refuse_other_kinds(self, metadata: Metadata, where: str) -> None:
+    def of_bucket(self, bucket: str) -> dict[str, Any]:
+        """Return name -> live value of one bucket's entries."""
+        return {name: value for name, value in self._live.items() if self._places[name][0] == bucket}
+
+    def refuse_other_kinds(self, metadata: Metadata, where: str, *, checked: Container[str] = ()) -> None:
         """Refuse an entry of another shape or type than the live one; a copy would convert it without a word.
+
+        Args:
+            metadata: the checkpoint's description.
+            where: the path, for the message.
+            checked: entries of which that is known already.
 
         Raises:
             CheckpointMismatchError: names the entry.
         """
         for name, value in self.wanted.items():
             entry = metadata.state_dict_metadata[name]
-            if not is_of_kind(value, entry):
+            if name not in checked and not is_of_kind(value, entry):
                 raise CheckpointMismatchError(
                     describe(
                         f"entry {name} does not fit",

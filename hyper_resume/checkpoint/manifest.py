@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ MOST_ANCESTORS = 512
 _MOST_BYTES = 256 << 20
 _WINDOW_BYTES = 16 << 20
 _MOST_SHOWN = 500
+_MOST_RANKS_IN_LINES = 64
 # One directory level at most; neither hidden by a leading dot below one, nor able to leave the step directory.
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)?[A-Za-z0-9_][A-Za-z0-9_.-]*|\.[A-Za-z0-9_.-]+")
 # A directory of any name may be saved to, and its name begins the id. The id is the name of a directory in its turn.
@@ -100,9 +101,18 @@ def encode(manifest: Manifest) -> bytes:
     Raises:
         ValueError: it holds a number that is not finite; :func:`decode` would refuse the file.
     """
-    content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
+    content = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        # Not asdict, which copies all that is in there.
+        **vars(manifest),
+        "mesh": None if manifest.mesh is None else vars(manifest.mesh),
+        "files": {name: vars(entry) for name, entry in manifest.files.items()},
+    }
     whole = {**content, "digest": _own_digest(content)}
-    return json.dumps(whole, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+    # Lines for people to read; of a thousand ranks nobody reads them, and they take longer to make than all else.
+    indent = 1 if manifest.world_size <= _MOST_RANKS_IN_LINES else None
+    return json.dumps(whole, indent=indent, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
 def _own_digest(content: Mapping[str, Any]) -> str:

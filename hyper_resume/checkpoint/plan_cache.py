@@ -8,18 +8,22 @@ states in one process get each other's.
 from __future__ import annotations
 
 import dataclasses
+import io
 import pickle
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+
+from hyper_resume.checkpoint import planning
+from hyper_resume.checkpoint.flat import flatten
 
 Layout = tuple[tuple[Any, ...], ...]
 
@@ -105,22 +109,26 @@ class CachingPlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take what is to be saved."""
-        if not self._reuse:
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)
-            return
-        self.state_dict, self.mappings = flatten_state_dict(state_dict)
+        self.state_dict, self.mappings = flatten(state_dict)
         self.is_coordinator = is_coordinator
+        if not self._reuse and any(isinstance(value, ShardedTensor) for value in self.state_dict.values()):
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         """Plan this rank's part."""
-        return SavePlan([]) if self._reuse else super().create_local_plan()
+        if self._reuse:
+            return SavePlan([])
+        items = planning.local_items(self.state_dict, is_coordinator=self.is_coordinator)
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Put the parts together; on rank 0."""
         if self._reuse:
             assert self._cache.metadata is not None  # kept with the plan
             return all_plans, self._cache.metadata
-        plans, metadata = super().create_global_plan(all_plans)
+        alone = planning.metadata_of_one(all_plans)
+        plans, metadata = (all_plans, alone) if alone is not None else super().create_global_plan(all_plans)
         self._metadata = _Told(**{field.name: getattr(metadata, field.name) for field in dataclasses.fields(metadata)})
         return plans, self._metadata
 
@@ -132,6 +140,14 @@ class CachingPlanner(DefaultSavePlanner):
         plan = super().finish_plan(new_plan)
         self._cache.keep(self._layout, plan, self._metadata)
         return plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return what an item writes: a tensor, or the archive of anything else."""
+        if write_item.type == WriteItemType.TENSOR:
+            value = self.state_dict[write_item.index.fqn]
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                return value
+        return super().resolve_data(write_item)
 
     def lookup_object(self, index: Any) -> Any:
         """Return an entry's value; this rank's part of a sharded one."""

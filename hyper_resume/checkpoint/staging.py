@@ -9,11 +9,12 @@ import copy
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from hyper_resume.checkpoint.copying import copy_all, in_form_of
+from hyper_resume.checkpoint.flat import flatten
 
 
 def _copied(value: Any) -> Any:
@@ -38,7 +39,7 @@ class Stager(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy; tensors of the names, types and shapes of the last time are written to where those are."""
-        flat, places = flatten_state_dict(state_dict)
+        flat, places = flatten(state_dict)
         kept: dict[str, torch.Tensor] = {}
         staged: dict[str, Any] = {}
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []

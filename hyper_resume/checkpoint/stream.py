@@ -10,7 +10,7 @@ from hyper_resume.checkpoint import segments
 from hyper_resume.checkpoint.copying import start
 from hyper_resume.checkpoint.operations import Buffer, OutputFile
 
-_SMALL_BYTES = 64 << 10
+SMALL_BYTES = 64 << 10
 # Of what is gathered.
 _BLOCK_BYTES = 4 << 20
 _WORTH_A_THREAD_BYTES = 1 << 20
@@ -46,7 +46,9 @@ class Stream:
 
     def align(self, alignment: int) -> int:
         """Fill up with zeros to a multiple of ``alignment`` bytes; return where the stream stands."""
-        self.write(bytes(-self.size_bytes % alignment))
+        room = -self.size_bytes % alignment
+        if room:
+            self.write(bytes(room))
         return self.size_bytes
 
     def write(self, content: Buffer) -> None:
@@ -57,7 +59,7 @@ class Stream:
         """
         size = len(content)
         self.size_bytes += size
-        if size < _SMALL_BYTES:
+        if size < SMALL_BYTES:
             self._gathered += content
             if len(self._gathered) >= _BLOCK_BYTES:
                 self._flush()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
@@ -23,11 +22,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from hyper_resume.checkpoint import DistributedCheckpointer, operations
+from hyper_resume.checkpoint import DistributedCheckpointer, operations, planning
 from hyper_resume.checkpoint.operations import FileOperations, OutputFile
 from hyper_resume.checkpoint.plan_cache import Described
 from hyper_resume.errors import CheckpointSaveError
@@ -39,16 +39,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 
 def count_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one with each plan that DCP makes; how many entries it has."""
+    """Grows by one with each plan that is made; how many entries it has."""
     made: list[int] = []
-    original = DefaultSavePlanner.create_local_plan
+    original = planning.local_items
 
-    def counted(planner: DefaultSavePlanner) -> Any:
-        plan = original(planner)
-        made.append(len(plan.items))
-        return plan
+    def counted(flat: dict[str, Any], **options: Any) -> list[WriteItem]:
+        items = original(flat, **options)
+        made.append(len(items))
+        return items
 
-    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", counted)
+    monkeypatch.setattr(planning, "local_items", counted)
     return made
 
 
