@@ -47,6 +47,10 @@ class FileHasher:
             self._room -= len(part)
             view = view[len(part) :]
 
+    def digest(self) -> bytes:
+        """Return :func:`data_digest` of all that was taken."""
+        return joined([*self._blocks, self._hasher.digest()])
+
     def text(self) -> str:
         """Return the digest of all that was taken, as text."""
         return text_of_blocks([*self._blocks, self._hasher.digest()])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from conformance.sabotage import Saboteur, sabotage
 
 _DCP = "hyper_resume.checkpoint.dcp"
+_STAGING = "hyper_resume.checkpoint.staging"
 _STORAGE = f"{_DCP}:DistributedCheckpointer"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer:CheckpointerCallback"
 _WAIT_SECONDS = 3.0
@@ -16,25 +18,25 @@ _WAIT_SECONDS = 3.0
 def _async_save_writes_live_tensors(put: Saboteur) -> None:
     """No copy is taken: what is written are the tensors as training has moved them since."""
 
-    def later(original: Any, payload: Any, **how: Any) -> Any:
-        from concurrent.futures import ThreadPoolExecutor
+    waiting: list[Any] = []
 
-        import torch.distributed as dist
-        from torch.distributed.checkpoint.state_dict_saver import save
+    def stage(original: Any, stager: Any, flat: Any, places: Any) -> Any:
+        from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-        watched = next(iter(payload["model"].values())).detach()
+        watched = next(value for name, value in flat.items() if name.startswith("model.")).detach()
         # Of several ranks each watches its own shard.
         watched = watched.to_local() if hasattr(watched, "to_local") else watched
         before = watched.clone()
-        writer, group = how["storage_writer"], how.get("process_group")
+        waiting.append(lambda: not bool((watched == before).all()))
+        return dataclasses.replace(original(stager, flat, places), state=unflatten_state_dict(dict(flat), places))
 
-        def write() -> Any:
-            _until(lambda: not bool((watched == before).all()))
-            return save(payload, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    def save(original: Any, payload: Any, **how: Any) -> Any:
+        if waiting:
+            _until(waiting.pop())
+        return original(payload, **how)
 
-        return ThreadPoolExecutor(max_workers=1).submit(write)
-
-    put.replace(f"{_DCP}:dcp_async_save", later)
+    put.replace(f"{_STAGING}:Stager.stage", stage)
+    put.replace(f"{_DCP}:dcp_save", save, fires=False)
 
 
 @sabotage("async-save-writes-earlier-state")
@@ -42,16 +44,24 @@ def _async_save_writes_earlier_state(put: Saboteur) -> None:
     """The tensors of the first save are written again and again."""
     kept: list[Any] = []
 
-    def earlier(original: Any, payload: Any, **how: Any) -> Any:
+    def earlier(payload: Any) -> Any:
         import copy
 
         if not kept:
             kept.append({bucket: copy.deepcopy(payload[bucket]) for bucket in ("model", "optimizer")})
         else:
             put.fired()
-        return original({**payload, **kept[0]}, **how)
+        return {**payload, **kept[0]}
 
-    put.replace(f"{_DCP}:dcp_async_save", earlier, fires=False)
+    def stage(original: Any, stager: Any, flat: Any, places: Any) -> Any:
+        staged = original(stager, flat, places)
+        return dataclasses.replace(staged, state=earlier(staged.state))
+
+    def save_in_process(original: Any, payload: Any, **how: Any) -> Any:
+        return original(earlier(payload), **how)
+
+    put.replace(f"{_STAGING}:Stager.stage", stage, fires=False)
+    put.replace(f"{_DCP}:dcp_async_save", save_in_process, fires=False)
 
 
 @sabotage("async-failure-swallowed")
@@ -112,13 +122,13 @@ def _error_abandons_the_save(put: Saboteur) -> None:
 
 @sabotage("pointer-moved-before-the-data")
 def _pointer_moved_before_the_data(put: Saboteur) -> None:
-    def start(original: Any, storage: Any, payload: Any, writer: Any, planner: Any, attempt: Any) -> None:
+    def start(original: Any, storage: Any, payload: Any, writer: Any, planner: Any, attempt: Any, how: str) -> None:
         from hyper_resume import collective
         from hyper_resume.checkpoint import layout
 
         if collective.rank() == 0:
             layout.write_pointer(attempt.target.parent, attempt.global_step)
-        original(storage, payload, writer, planner, attempt)
+        original(storage, payload, writer, planner, attempt, how)
 
     put.replace(f"{_STORAGE}._start_background", start)
 

@@ -8,10 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+
+from hyper_resume import digest
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -19,6 +22,8 @@ R = TypeVar("R")
 MOST_THREADS = 4
 # Smaller ones cost more to hand to a thread than to copy.
 _SMALL_BYTES = 256 << 10
+# What stays in a processor's own memory between two looks at it.
+_AT_HAND_BYTES = 2 << 20
 
 
 def in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
@@ -94,6 +99,57 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         small.extend(group) if size < _SMALL_BYTES else large.append(group)
     in_threads(_copy_in_order, large)
     _copy_many(small)
+
+
+def copy_and_digest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bytes]:
+    """Copy the second of each pair into the first, none of them sharded; return the digest of each one's bytes.
+
+    Of those on the CPU it is taken of what was copied, not of the copy, and while the processor has it at hand.
+
+    Args:
+        pairs: of equal shapes and types; no two of the first share memory, and those are contiguous.
+    """
+    found: dict[int, bytes] = {}
+    large: list[tuple[int, Any, Any]] = []
+    other: list[int] = []
+    small: list[int] = []
+    for place, (target, source) in enumerate(pairs):
+        if target.nbytes < _SMALL_BYTES:
+            small.append(place)
+        elif source.is_cpu and source.layout is torch.strided and source.is_contiguous():
+            # Made here: each thread would hold up the other with it.
+            large.append((place, digest.bytes_of(target), digest.bytes_of(source)))
+        else:
+            other.append(place)
+    found.update(zip([place for place, _, _ in large], in_threads(_copy_array, large), strict=True))
+    found.update(zip(other, in_threads(lambda place: _copy_other(*pairs[place]), other), strict=True))
+    _copy_many([pairs[place] for place in small])
+    for place in small:
+        target, source = pairs[place]
+        found[place] = digest.data_digest(digest.bytes_of(source if source.is_cpu else target))
+    return [found[place] for place in range(len(pairs))]
+
+
+def _copy_other(target: torch.Tensor, source: torch.Tensor) -> bytes:
+    # Whether gradients are recorded is each thread's own setting.
+    with torch.no_grad():
+        target.copy_(source)
+    return digest.data_digest(digest.bytes_of(target))
+
+
+def _copy_array(arrays: tuple[int, Any, Any]) -> bytes:
+    _, target, source = arrays
+    if source.nbytes <= _AT_HAND_BYTES:
+        found = digest.data_digest(source)
+        np.copyto(target, source)
+        return found
+    there, here = (memoryview(array).cast("B") for array in (target, source))
+    hasher = digest.FileHasher()
+    for begin in range(0, len(here), _AT_HAND_BYTES):
+        part = np.frombuffer(here[begin : begin + _AT_HAND_BYTES], np.uint8)
+        hasher.update(part)
+        np.copyto(np.frombuffer(there[begin : begin + _AT_HAND_BYTES], np.uint8), part)
+    return hasher.digest()
 
 
 def in_form_of(live: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -34,11 +35,12 @@ from hyper_resume.checkpoint.retention import Retention
 from hyper_resume.checkpoint.root import WritableRoot
 from hyper_resume.checkpoint.saving import Attempt, draft_manifest, mesh_of
 from hyper_resume.checkpoint.segments import Proof
-from hyper_resume.checkpoint.staging import Stager
+from hyper_resume.checkpoint.staging import Stager, copied
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError, describe
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_How = Literal["sync", "thread", "process"]
 _Known = tuple[Manifest | None, Metadata, Mapping[str, Proof]]
 
 
@@ -124,15 +126,13 @@ class DistributedCheckpointer(CheckpointerBase):
         attempt: Attempt | None = None
         try:
             attempt = self._begin_attempt(target, global_step, started)
-            writer, planner = self._prepare_writer(
-                attempt, payload, training_state, metrics or {}, later=not save_async
-            )
+            how: _How = "sync" if not save_async else "process" if self._in_process() else "thread"
+            payload, writer, planner = self._prepare_writer(attempt, payload, training_state, metrics or {}, how)
             if save_async:
-                self._start_background(payload, writer, planner, attempt)
+                self._start_background(payload, writer, planner, attempt, how)
             else:
                 attempt.reached("staged")
-                how = self._distribution()
-                self._dcp(lambda: dcp_save(payload, storage_writer=writer, planner=planner, **how), target)
+                self._write(payload, writer, planner, target)
                 self._publish(attempt)
         except Exception as error:  # noqa: BLE001  raised again by _fail
             self._fail(error, attempt, target)
@@ -147,12 +147,15 @@ class DistributedCheckpointer(CheckpointerBase):
         payload: dict[str, Any],
         training_state: dict[str, Any] | None,
         metrics: Mapping[str, float],
-        *,
-        later: bool,
-    ) -> tuple[ShardWriter, CachingPlanner]:
+        how: _How,
+    ) -> tuple[dict[str, Any], ShardWriter, CachingPlanner]:
         """Digest the state as it is now, write this rank's training state, and tell rank 0 of both for the manifest.
 
-        With ``later`` the writer takes the digests of the payload, of the same live state, which nobody changes meanwhile.
+        For a save in a thread the state is copied now, and digested while it is. One that is waited for has its writer take
+        the digests of the payload, of the same live state, which nobody changes meanwhile.
+
+        Returns:
+            what is to be written, and what writes it.
         """
         group, rank = self._group(), collective.rank()
         mesh = mesh_of(payload)
@@ -162,29 +165,36 @@ class DistributedCheckpointer(CheckpointerBase):
         layouts: list[Layout] = []
         flat: dict[str, Any] = {}
 
-        def digest_payload() -> Mapping[str, str]:
-            found = loading.bucket_digests(flat)
+        def digest_payload(known: Mapping[str, bytes] = MappingProxyType({})) -> Mapping[str, str]:
+            found = loading.bucket_digests(flat, known=known)
             buckets.update(found)
             return found
 
-        def write() -> None:
+        def write() -> dict[str, Any]:
             self._check_shared(attempt.staging)
             entries, paths = flatten(payload)
             flat.update(entries)
             layouts.append((*layout_of(flat, paths), (training_state is not None, *(training_state or ()))))
             buckets.update(extra.bucket_digests(training_state or {}))
-            if not later:
+            written = payload
+            if how == "thread":
+                staged = self._stager.stage(flat, paths)
+                written = staged.state
+                digest_payload(staged.data_digests)
+            elif how == "process":
                 digest_payload()
             names.update(loading.name_digests(flat))
             if training_state is not None:
                 training_state[SAVE_ID] = attempt.save_id
             if training_state is not None and self._extra_state_per_rank:
                 files[extra.file_name(rank)] = extra.write_file(attempt.staging, rank, extra.encode(training_state))
+            return written
 
-        collective.agree(write, group)
-        mark_shards(payload, attempt.save_id, rank)
+        written = collective.agree(write, group)
+        mark_shards(written, attempt.save_id, rank)
         if training_state is not None and not self._extra_state_per_rank:
-            payload[extra.PAYLOAD_KEY] = extra.embed(training_state, rank)
+            embedded = extra.embed(training_state, rank)
+            written[extra.PAYLOAD_KEY] = copied(embedded) if how == "thread" else embedded
         (layout,) = layouts
         of_ranks = collective.gather((files, buckets, names, self._plans.knows(layout)), group)
         self.last_buckets = buckets
@@ -198,7 +208,8 @@ class DistributedCheckpointer(CheckpointerBase):
             metrics=metrics,
         )
         planner = CachingPlanner(self._plans, layout, reuse=all(known for _, _, _, known in of_ranks))
-        return ShardWriter(attempt.staging, draft, self._plans, digest_payload if later else None), planner
+        writer = ShardWriter(attempt.staging, draft, self._plans, digest_payload if how == "sync" else None)
+        return written, writer, planner
 
     def _check_shared(self, staging: Path) -> None:
         if not staging.is_dir():
@@ -212,43 +223,46 @@ class DistributedCheckpointer(CheckpointerBase):
                 )
             )
 
+    def _in_process(self) -> bool:
+        if self._async_mode == "process" and not collective.is_distributed():
+            logger.warning("async_mode process needs a process group (torchrun makes one): saving in a thread instead")
+        return self._async_mode == "process" and collective.is_distributed()
+
+    def _write(self, payload: dict[str, Any], writer: ShardWriter, planner: CachingPlanner, target: Path) -> None:
+        how = self._distribution()
+        self._dcp(lambda: dcp_save(payload, storage_writer=writer, planner=planner, **how), target)
+
     def _start_background(
-        self, payload: dict[str, Any], writer: ShardWriter, planner: CachingPlanner, attempt: Attempt
+        self, payload: dict[str, Any], writer: ShardWriter, planner: CachingPlanner, attempt: Attempt, how: _How
     ) -> None:
         group, target = self._group(), attempt.target
-        kind = AsyncCheckpointerType.THREAD
-        if self._async_mode == "process":
-            if collective.is_distributed():
-                kind = AsyncCheckpointerType.PROCESS
-            else:
-                logger.warning(
-                    "async_mode process needs a process group (torchrun makes one): saving in a thread instead"
-                )
-
-        def start() -> Any:
-            how = self._distribution()
-            if kind == AsyncCheckpointerType.PROCESS:
-                # What is kept from the last save stays in this process.
-                return dcp_async_save(
-                    payload, storage_writer=writer.without_cache(), async_checkpointer_type=kind, **how
-                )
-            return dcp_async_save(payload, storage_writer=writer, planner=planner, async_stager=self._stager, **how)
-
-        response = self._dcp(start, target)
-        upload: Future[Any] = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+        upload = self._start_process(payload, writer, target) if how == "process" else None
         attempt.reached("staged")
 
         def finish() -> None:
             try:
-                # A process of one rank that dies may leave the others' with a result, so it has to be agreed on.
-                collective.agree(lambda: self._dcp(upload.result, target), group)
+                if upload is None:
+                    self._write(payload, writer, planner, target)
+                else:
+                    # A process of one rank that dies may leave the others' with a result, so it has to be agreed on.
+                    collective.agree(lambda: self._dcp(upload.result, target), group)
                 self._publish(attempt)
             except Exception as error:  # noqa: BLE001  raised again, at the next save or wait
-                if kind == AsyncCheckpointerType.PROCESS:
+                if upload is not None:
                     saving.end_save_process()
                 self._fail(error, attempt, target)
 
         self._in_flight = self._background.submit(finish)
+
+    def _start_process(self, payload: dict[str, Any], writer: ShardWriter, target: Path) -> Future[Any]:
+        kind = AsyncCheckpointerType.PROCESS
+        # What is kept from the last save stays in this process.
+        bare = writer.without_cache()
+        response = self._dcp(
+            lambda: dcp_async_save(payload, storage_writer=bare, async_checkpointer_type=kind, **self._distribution()),
+            target,
+        )
+        return response.upload_completion if isinstance(response, AsyncSaveResponse) else response
 
     def _publish(self, attempt: Attempt) -> None:
         group, root = self._group(), self._root
