@@ -9,7 +9,7 @@ All functions work without a process group; a single process is then a world of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -106,7 +106,11 @@ def raise_common(failure: BaseException | None, group: dist.ProcessGroup | None 
         if failure is not None:
             raise failure
         return
-    reports = gather(None if failure is None else _report(failure), group)
+    _raise_first(gather(None if failure is None else _report(failure), group), failure)
+
+
+def _raise_first(reports: Sequence[tuple[list[str], str] | None], failure: BaseException | None) -> None:
+    """Raise what the lowest rank reported, if any did; ``failure`` is this rank's own."""
     for failing_rank, found in enumerate(reports):
         if found is None:
             continue
@@ -143,8 +147,12 @@ def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None
             result = action()
         except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
             failure = error
-    raise_common(failure, group)
-    return broadcast(result, group)  # type: ignore[return-value]  # rank 0 had no failure, so its result is a T
+    if not is_distributed() and failure is not None:
+        raise failure
+    # One round for both: what went wrong travels in place of the result.
+    report, result = broadcast((None if failure is None else _report(failure), result), group)
+    _raise_first([report], failure)
+    return result  # type: ignore[return-value]  # rank 0 had no failure, so its result is a T
 
 
 def new_cpu_group() -> dist.ProcessGroup | None:

@@ -3,7 +3,8 @@
 A small checkpoint is saved by two ranks, in both layouts of the training state, with an older good step beside it. Each damage
 is then judged in one process, by the real checkpointer:
 
-- by path: the load raises an error of the library that names the file, or what it loads is bit for bit what was saved;
+- by path: the load raises an error of the library that names the file, or what it loads is bit for bit what was saved; where
+  one byte of a shard is flipped, before its table of digests, the error tells a place in the file that has that byte;
 - the same with ``verify: size`` of damage that shows in a size;
 - by LATEST: the older step is found instead, a warning says why the newer one was refused, and it loads bit for bit;
 - the live tensors, plain values and random streams are the same after a failed load, and no file is changed by reading.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,19 @@ class Material:
     layout: Layout
     newest: Content
     others: Mapping[str, Content]
+
+
+def place_told(damage: Damage, material: Material) -> int | None:
+    """The byte of a shard that must be told as damaged, by a place in the file that has it; None where none has to be.
+
+    A shard's table tells each of its segments apart. Where the table itself is damaged nothing tells where.
+    """
+    if damage.kind != "flip" or not damage.file.endswith(".distcp"):
+        return None
+    content = material.newest[damage.file]
+    (count,) = struct.unpack("<Q", content[-16:-8])
+    offset = int(damage.detail.partition(".")[0])
+    return offset if offset < len(content) - 24 * count - 16 else None
 
 
 def parse_id(case_id: str) -> Damage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from conformance.storage.forked_ranks import run_alone, run_ranks
 from conformance.storage.small_checkpoint import Layout
 
 OLDER, NEWEST = 10, 20
+# Of the least tensor that is a segment of its own.
+_OWN_SEGMENT_BYTES = 32
 Level = Literal["digest", "load"]
 
 
@@ -46,8 +49,10 @@ def build(folder: Path, layout: Layout) -> None:
     """
 
     def save(name: str, steps: Sequence[int], variant: int) -> None:
-        from hyper_resume.checkpoint import DistributedCheckpointer
+        from hyper_resume.checkpoint import DistributedCheckpointer, stream
 
+        # So small a shard gets a segment for each tensor, as a large one does. In this process only, which does nothing else.
+        stream.SMALL_BYTES = _OWN_SEGMENT_BYTES
         root = folder / name
         root.mkdir(exist_ok=True)
         checkpointer = DistributedCheckpointer(extra_state_per_rank=layout == "per_rank")
@@ -141,10 +146,20 @@ class Judge:
         finally:
             place.write_bytes(self._material.newest[damage.file])
         told = "; ".join(complaints)
-        violations = () if not told or _names_one(told, damage) else ("file not named",)
+        violations = self._not_told(told, damage)
         if not told:
             return Verdict(damage=damage, level="digest", outcome="silent", violations=("loaded silently",))
-        return Verdict(damage=damage, level="digest", outcome="refused", violations=violations, told=told)
+        return Verdict(damage=damage, level="digest", outcome="refused", violations=tuple(violations), told=told)
+
+    def _not_told(self, told: str, damage: Damage) -> list[str]:
+        """What a refusal leaves out."""
+        byte = kinds.place_told(damage, self._material)
+        spans = [(int(begin), int(end)) for begin, end in _PLACES.findall(told)]
+        violations = [] if _names_one(told, damage) else ["file not named"]
+        # One bit is damaged, so one place is told.
+        if byte is not None and not (len(spans) == 1 and spans[0][0] <= byte < spans[0][1]):
+            violations.append("place not told")
+        return violations
 
     def by_loading(self, damage: Damage, *, ask_stock: bool) -> Verdict:
         """By path and by LATEST, in full."""
@@ -182,7 +197,7 @@ class Judge:
             except Exception as error:  # noqa: BLE001  of which class it is, is judged
                 told = f"{type(error).__name__}: {error}"
                 violations = [] if type(error).__name__ in _RIGHT_ERRORS else ["wrong class of error"]
-                violations += [] if _names_one(told, damage) else ["file not named"]
+                violations += self._not_told(told, damage)
                 violations += [] if small.live_digest(live) == before else ["touched live state"]
                 return "refused", told, violations
         wrong = small.difference(live, small.expected(NEWEST)) or small.training_state_difference(extra, NEWEST, 0)
@@ -230,6 +245,7 @@ class Judge:
         return bool(small.difference(live, small.expected(NEWEST)))
 
 
+_PLACES = re.compile(r"(?:other bytes at |, )(\d+) to (\d+)")
 _RIGHT_ERRORS = ("CheckpointMismatchError", "CheckpointNotFoundError")
 
 

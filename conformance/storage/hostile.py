@@ -2,8 +2,10 @@
 
 :func:`run` feeds made-up manifests, metadata, archives and YAML to the real readers, in a forked process under a limit of
 memory and an audit hook. What must hold of each: it is refused with an error of the library, or read as what it says; no code
-runs, no module is imported, nothing outside of the file is opened; time and memory stay small. Each case is made from a seed
-and a number alone, so ``replay(case_id, seed)`` makes it again.
+runs, no module is imported, nothing outside of the file is opened; time and memory stay small. An index and a shard are put
+into a step directory, which is signed around them and loaded: then nothing else in it is opened that its manifest does not
+name, and a load that is refused has not touched the live state. Each case is made from a seed and a number alone, so
+``replay(case_id, seed)`` makes it again.
 
 Not looked at: what a reader does with a good file; reads and writes below Python (torch's archives are read from memory).
 """
@@ -18,7 +20,9 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
+from conformance.storage import hostile_indexes as indexes
 from conformance.storage import hostile_pickles as pickles
+from conformance.storage import hostile_tables as tables
 from conformance.storage import hostile_texts as texts
 from conformance.storage.hostile_material import Material, make_material
 from conformance.storage.hostile_readers import Reader, library_readers
@@ -30,8 +34,8 @@ MEMORY_EACH: Final = 256 << 20
 """How much the worker's memory may grow, in bytes; the files are of 300 kB at most, but for one of 4 MB."""
 
 Generator = Callable[[Random, Material], bytes]
-# (kind, which reader, generator). Their order and number are part of what a case id means.
-KINDS: Final[tuple[tuple[str, str, Generator], ...]] = (
+# (kind, which reader, generator). Their order and number are part of what a case id means, so each family is closed.
+_FILES: Final[tuple[tuple[str, str, Generator], ...]] = (
     ("metadata with a payload", "metadata", pickles.metadata_payload),
     ("metadata with a path elsewhere", "metadata", pickles.metadata_path),
     ("metadata with impossible numbers", "metadata", pickles.metadata_numbers),
@@ -52,6 +56,20 @@ KINDS: Final[tuple[tuple[str, str, Generator], ...]] = (
     ("configuration bomb", "configuration", texts.configuration_bombs),
     ("configuration, bytes damaged", "configuration", texts.configuration_bytes),
 )
+# Files of a step directory, each in one that is signed around it.
+_IN_DIRECTORY: Final[tuple[tuple[str, str, Generator], ...]] = (
+    ("index with other values", "index", indexes.index_tree),
+    ("index with hostile names", "index", indexes.index_names),
+    ("index that does not add up", "index", indexes.index_boxes),
+    ("index that is no tree", "index", indexes.index_text),
+    ("index, bytes damaged", "index", indexes.index_bytes),
+    ("table with other segments", "shard", tables.table_segments),
+    ("table bomb", "shard", tables.table_bomb),
+    ("table, bytes damaged", "shard", tables.table_bytes),
+    ("shard, bytes damaged", "shard", tables.shard_bytes),
+)
+_FAMILIES: Final = {"hostile-": _FILES, "hostile-directory-": _IN_DIRECTORY}
+KINDS: Final = (*_FILES, *_IN_DIRECTORY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,20 +129,38 @@ class HostileResult:
         return len({violation.case_id for violation in self.violations if violation.kind == kind})
 
 
-def case_id(number: int) -> str:
-    """The permanent name of a case."""
-    return f"hostile-{number}"
+def case_id(place: int) -> str:
+    """The permanent name of the case at one place of a run: its family, and its number there."""
+    turn, kind = divmod(place, len(KINDS))
+    for prefix, kinds in _FAMILIES.items():
+        if kind < len(kinds):
+            return f"{prefix}{turn * len(kinds) + kind}"
+        kind -= len(kinds)
+    raise AssertionError(place)
 
 
 def replay(name: str, seed: int) -> tuple[str, str, bytes]:
-    """Make a case again: its kind, its reader and its bytes."""
-    return make_case(int(name.removeprefix("hostile-")), seed, make_material())
+    """Make a case again: its kind, its reader and its bytes.
+
+    Raises:
+        ValueError: no name of a case.
+    """
+    return make_case(name, seed, make_material())
 
 
-def make_case(number: int, seed: int, material: Material) -> tuple[str, str, bytes]:
-    """Make case ``number``: its kind, its reader and its bytes."""
-    kind, reader, generator = KINDS[number % len(KINDS)]
-    return kind, reader, generator(Random(f"{seed}/{number}"), material)
+def make_case(name: str, seed: int, material: Material) -> tuple[str, str, bytes]:
+    """Make a case: its kind, its reader and its bytes.
+
+    Raises:
+        ValueError: no name of a case.
+    """
+    prefix, _, number = name.rpartition("-")
+    kinds = _FAMILIES.get(f"{prefix}-")
+    if kinds is None:
+        raise ValueError(f"no such case: {name}")
+    kind, reader, generator = kinds[int(number) % len(kinds)]
+    chance = number if kinds is _FILES else name
+    return kind, reader, generator(Random(f"{seed}/{chance}"), material)
 
 
 def run(
@@ -147,10 +183,10 @@ def run(
     used = library_readers() if readers is None else readers
     started = time.monotonic()
     material = make_material()
-    numbers = [number for number in range(count) if KINDS[number % len(KINDS)][1] in used]
+    places = [place for place in range(count) if KINDS[place % len(KINDS)][1] in used]
     outcomes = feed(
-        numbers,
-        lambda number: make_case(number, seed, material)[1:],
+        places,
+        lambda place: make_case(case_id(place), seed, material)[1:],
         dict(used),
         good=_good_files(material),
         folder=scratch,
@@ -167,6 +203,8 @@ def _good_files(material: Material) -> dict[str, bytes]:
         "archive": material.archive,
         "manifest": material.manifest,
         "configuration": material.configuration.encode(),
+        "index": material.index,
+        "shard": material.shard,
     }
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from conformance.storage.hostile_directory import INDEX, SHARD, good_files
 from hyper_resume import digest
 from hyper_resume.checkpoint.manifest import FileEntry, Manifest, Mesh, encode
 
@@ -61,6 +62,8 @@ class Material:
         archive_opcodes: of the pickle in it.
         manifest: a manifest's bytes.
         configuration: YAML text.
+        index: of a step directory of two shards (:mod:`conformance.storage.hostile_directory`).
+        shard: one of the two, with its table of digests.
     """
 
     metadata: bytes
@@ -69,6 +72,8 @@ class Material:
     archive_opcodes: tuple[bytes, ...]
     manifest: bytes
     configuration: str
+    index: bytes
+    shard: bytes
 
 
 def make_material() -> Material:
@@ -84,6 +89,8 @@ def make_material() -> Material:
         archive_opcodes=split_opcodes(inner),
         manifest=encode(_manifest()),
         configuration=CONFIGURATION,
+        index=good_files()[INDEX],
+        shard=good_files()[SHARD],
     )
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import yaml
 
+from conformance.storage import hostile_opening
+from conformance.storage.hostile_directory import INDEX, MAY_OPEN, SHARD, put
 from hyper_resume.checkpoint import manifest, safe_load
 from hyper_resume.config import as_plain, load_config
 from hyper_resume.errors import HyperResumeError
@@ -54,13 +56,15 @@ class Reader:
         read: from bytes to a value, or an error of the library.
         doubt: from bytes and the value that was read to what is wrong with it, "" for nothing.
         refusals: classes of errors that are a refusal; any other is a violation.
-        is_file: it reads ``FILE_NAME`` of the working directory, where the bytes are put first.
+        put: from the working directory and the bytes; has them stand where ``read`` looks for them.
+        may_open: paths, as ``read`` names them, that it may open for reading or list.
     """
 
     read: Callable[[bytes], Any]
     doubt: Callable[[bytes, Any], str] = lambda content, value: ""
     refusals: tuple[type[BaseException], ...] = (HyperResumeError,)
-    is_file: bool = False
+    put: Callable[[Path, bytes], None] | None = None
+    may_open: frozenset[str] = frozenset()
 
 
 def library_readers() -> dict[str, Reader]:
@@ -77,9 +81,21 @@ def library_readers() -> dict[str, Reader]:
         "configuration": Reader(
             read=lambda content: load_config(FILE_NAME),
             doubt=lambda content, value: doubt_configuration(content, as_plain(value)),
-            is_file=True,
+            put=put_file,
+            may_open=frozenset((FILE_NAME,)),
         ),
+        "index": _of_directory(INDEX),
+        "shard": _of_directory(SHARD),
     }
+
+
+def _of_directory(name: str) -> Reader:
+    return Reader(
+        read=hostile_opening.open_directory,
+        doubt=hostile_opening.doubt(name),
+        put=lambda folder, content: put(folder, name, content),
+        may_open=MAY_OPEN,
+    )
 
 
 def stock_readers() -> dict[str, Reader]:

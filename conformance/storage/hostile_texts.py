@@ -11,7 +11,7 @@ from typing import Any
 from conformance.storage.hostile_material import MARKER, Material, sign
 from conformance.storage.hostile_pickles import PATHS, damaged
 
-_TEXTS = (
+TEXTS = (
     "",
     "\0",
     "\ud800",
@@ -24,7 +24,7 @@ _TEXTS = (
     "%s%n",
     *PATHS,
 )
-_VALUES: tuple[Any, ...] = (
+VALUES: tuple[Any, ...] = (
     None,
     True,
     False,
@@ -56,7 +56,8 @@ def _places(tree: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-def _mutated_tree(random: Random, tree: Any) -> Any:
+def mutated_tree(random: Random, tree: Any) -> Any:
+    """``tree`` itself, with one to three things in it changed, left out or added."""
     for _ in range(random.choice((1, 1, 2, 3))):
         places = _places(tree)
         if not places:
@@ -66,14 +67,14 @@ def _mutated_tree(random: Random, tree: Any) -> Any:
         for part in above:
             holder = holder[part]
         # A copy: a value that is changed in its turn must not be another for the next case.
-        value = copy.deepcopy(random.choice((*_VALUES, *_TEXTS)))
+        value = copy.deepcopy(random.choice((*VALUES, *TEXTS)))
         what = random.randrange(5)
         if what <= 1:
             holder[key] = value
         elif what == 2:
             del holder[key]
         elif isinstance(holder, dict):
-            holder[random.choice((*_TEXTS, "unknown", "step"))] = holder.pop(key) if what == 3 else value
+            holder[random.choice((*TEXTS, "unknown", "step"))] = holder.pop(key) if what == 3 else value
         else:
             holder.insert(0, value)
     return tree
@@ -81,7 +82,7 @@ def _mutated_tree(random: Random, tree: Any) -> Any:
 
 def manifest_tree(random: Random, material: Material) -> bytes:
     """Values of other types and sizes, keys left out or added; with the digest that the changed content has."""
-    tree = _mutated_tree(random, json.loads(material.manifest))
+    tree = mutated_tree(random, json.loads(material.manifest))
     return sign(tree) if random.random() < 0.8 else json.dumps(tree).encode()
 
 
@@ -91,7 +92,7 @@ def manifest_names(random: Random, material: Material) -> bytes:
     where = random.choice(("files", "buckets", "metrics", "versions"))
     holder = tree[where]
     entry = random.choice(list(holder.values()))
-    holder[random.choice(_TEXTS)] = entry
+    holder[random.choice(TEXTS)] = entry
     return sign(tree)
 
 
@@ -141,7 +142,7 @@ _TAGS = (
 )
 _YAML_VALUES = (
     *_TAGS,
-    *(repr(text) for text in _TEXTS if text.isprintable()),
+    *(repr(text) for text in TEXTS if text.isprintable()),
     ".nan",
     ".inf",
     "1e999",

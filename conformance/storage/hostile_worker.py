@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from types import FrameType
 from typing import Any, BinaryIO, NoReturn
 
 from conformance.storage.hostile_material import MARKER
-from conformance.storage.hostile_readers import Reader, library_readers, put_file
+from conformance.storage.hostile_opening import LiveStateTouched
+from conformance.storage.hostile_readers import Reader, library_readers
 
 # What a reader has no reason to do. "import" is the import of a module that was not there yet.
 _FORBIDDEN = (
@@ -149,13 +151,15 @@ class _Worker:
         self._is_armed = False
         self._was_late = False
         self._seen: list[str] = []
-        self._may_open = ""
+        self._may_open: frozenset[str] = frozenset()
 
     def main(self, writing: int, seconds_each: float) -> NoReturn:
         """Read all cases and tell of each; any trouble of our own ends the process, which the parent sees."""
         try:
             os.chdir(self._home)
             self._keep_quiet()
+            # Showing one reads the source of the line that warns.
+            warnings.simplefilter("ignore")
             sys.addaudithook(self._audit)
             self._warm_up()
             limit = _memory_now("VmSize") + self._memory_each
@@ -180,8 +184,8 @@ class _Worker:
         for name, reader in library_readers().items():
             good = self._good[name]
             for content in (good, good[: len(good) // 2], b"", b"\x80\x02cos\nsystem\n.", *_WRONG_CONFIGURATIONS):
-                if reader.is_file:
-                    put_file(self._home, content)
+                if reader.put:
+                    reader.put(self._home, content)
                 try:
                     reader.doubt(content, reader.read(content))
                 except Exception:  # noqa: BLE001  a refusal
@@ -193,17 +197,23 @@ class _Worker:
         if event == "open":
             path, mode, flags = (*arguments, None, None, None)[:3]
             is_writing = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            if path != self._may_open or is_writing:
+            if is_writing or not self._may_be_opened(path):
                 self._seen.append(f"open {path!r} {mode!r}"[:200])
+        elif event in ("os.scandir", "os.listdir") and self._may_be_opened(*arguments):
+            return
         elif event.startswith(_FORBIDDEN) and event != "os.fspath":
             self._seen.append(f"{event} {arguments[:1]!r}"[:200])
+
+    def _may_be_opened(self, path: Any) -> bool:
+        # A number is of a file that was opened by its name before.
+        return type(path) is int or (isinstance(path, (str, os.PathLike)) and os.fspath(path) in self._may_open)
 
     def _read_one(self, number: int, seconds_each: float) -> Outcome:
         name, content = self._make(number)
         reader = self._readers[name]
-        if reader.is_file:
-            put_file(self._home, content)
-        self._may_open = "configuration.yaml" if reader.is_file else ""
+        if reader.put:
+            reader.put(self._home, content)
+        self._may_open = reader.may_open
         before = _memory_now("VmRSS")
         _forget_peak()
         value, error, seconds = self._watched(reader, content, seconds_each)
@@ -245,7 +255,9 @@ class _Worker:
         if marker.exists():
             violations.append(("code run", "the payload left its mark"))
             marker.rmdir() if marker.is_dir() else marker.unlink()
-        if error is not None and not isinstance(error, reader.refusals):
+        if isinstance(error, LiveStateTouched):
+            violations.append(("touched live state", str(error)[:200]))
+        elif error is not None and not isinstance(error, reader.refusals):
             violations.append(("other error", f"{type(error).__name__}: {str(error)[:200]}"))
         if error is None and not violations:
             try:

@@ -238,8 +238,8 @@ _ERRORS = (
     ),
     _entry(
         "failure-kept-alone", "a rank that can't write its training state does not tell the others",
-        "dcp:DistributedCheckpointer._prepare_writer", "        collective.agree(write, group)\n",
-        "        write()\n", "errors/next save/write",
+        "dcp:DistributedCheckpointer._prepare_writer", "collective.agree(write, group)", "write()",
+        "errors/next save/write",
     ),
     _entry(
         "commit-failure-kept-alone", "a commit that fails on rank 0 is not told to the others", "saving:commit",
@@ -287,5 +287,20 @@ _ERRORS = (
     ),
 )
 
+_FORMS = (
+    _entry(
+        "table-of-a-part-passes", "a table passes that tells of less, or more, than is before it", "segments:decode",
+        "return found if begin + len(table) == file_bytes else None", "return found", "hostile/shard",
+    ),
+    _entry(
+        "shared-bytes-pass", "an index passes in which two entries share bytes", "index:_decode",
+        "    reader.refuse_shared_bytes()\n", "", "hostile/index",
+    ),
+    _entry(
+        "changed-since-passes", "a file that was changed after it was verified is taken for verified", "segments:Proof.is_of",
+        "return identity(path.lstat()) == self.identity", "return True", "verified/changed since",
+    ),
+)
+
 # fmt: on
-MUTANTS: tuple[Entry, ...] = (*_SYNCS, *_ORDER, *_CHECKS, *_ERRORS)
+MUTANTS: tuple[Entry, ...] = (*_SYNCS, *_ORDER, *_CHECKS, *_ERRORS, *_FORMS)

@@ -1,4 +1,4 @@
-"""T7, the test of the tests: the code that keeps the promises is broken in one place at a time, and T1, T2 or T3 must notice.
+"""T7, the test of the tests: the code that keeps the promises is broken in one place at a time; T1, T2, T3 or T6 must notice.
 
 Each change of :mod:`conformance.storage.mutant_table` is put into a forked process while that imports the library. Quick
 versions of the proofs then look at it, the likeliest first, until one notices something that it does not notice of the library
@@ -23,11 +23,12 @@ from conformance.storage.records import Mutant
 TIER = "mutant"
 # A mutant that hangs is noticed by that.
 _PROBE_SECONDS = 900.0
-# Of the table, for a smoke run.
-_SMOKE_EVERY = 8
 # So often a notice may turn out to be one of the library as it is, too.
 _MOST_DOUBTS = 8
 _PRELOAD = ("hyper_resume.collective", "hyper_resume.config", "hyper_resume.digest", "hyper_resume.errors")
+
+# Of all kinds; a reader gets those of its own.
+_FEW_HOSTILE = 1100
 
 Notices = Iterator[str]
 
@@ -180,6 +181,46 @@ def _other_layout(_: str) -> Notices:
                 yield f"save {step} holds something else"
 
 
+def _hostile(reader: str) -> Notices:
+    """Some of the hostile files of T6 that one reader is fed."""
+    from conformance.storage import hostile
+    from conformance.storage.hostile_readers import library_readers
+
+    with tempfile.TemporaryDirectory(prefix="mutant-", dir=scratch()) as place:
+        found = hostile.run(_FEW_HOSTILE, 0, Path(place), readers={reader: library_readers()[reader]})
+    yield from (f"{violation.what} [{violation.case_id}]" for violation in found.violations)
+
+
+def _changed_since(_: str) -> Notices:
+    """A shard in which one bit changes after LATEST has verified it: the load that follows is refused, or reads what was saved.
+
+    The tensor is large enough to be a segment of its own, whose digest the verification tells the load.
+    """
+    import torch
+
+    from hyper_resume.checkpoint import DistributedCheckpointer
+    from hyper_resume.errors import CheckpointMismatchError
+
+    with tempfile.TemporaryDirectory(prefix="mutant-", dir=scratch()) as place:
+        saved = torch.arange(50_000, dtype=torch.int32)
+        DistributedCheckpointer().save(f"{place}/global_step_1", {"model": {"w": saved.clone()}}, global_step=1)
+        checkpointer, live = DistributedCheckpointer(), {"model": {"w": torch.zeros_like(saved)}}
+        if checkpointer.find_latest_checkpoint(place) is None:
+            yield "LATEST finds nothing"
+            return
+        shard = Path(place) / "global_step_1" / "__0_0.distcp"
+        at = shard.read_bytes().index(saved.numpy().tobytes())
+        with shard.open("r+b") as file:
+            file.seek(at)
+            file.write(b"\1")
+        try:
+            checkpointer.load(f"{place}/global_step_1", live)
+        except CheckpointMismatchError:
+            return
+        if not torch.equal(live["model"]["w"], saved):
+            yield "bytes that changed after they were verified are loaded"
+
+
 PROBES: Mapping[str, tuple[Callable[[str], Notices], str]] = {
     **{
         f"crash/{name}": (_crash, name)
@@ -187,6 +228,9 @@ PROBES: Mapping[str, tuple[Callable[[str], Notices], str]] = {
     },
     "lineage/going back": (_going_back, ""),
     "plans/other layout": (_other_layout, ""),
+    "verified/changed since": (_changed_since, ""),
+    "hostile/index": (_hostile, "index"),
+    "hostile/shard": (_hostile, "shard"),
     "corruption/per_rank": (_corruption, "per_rank"),
     "corruption/embedded": (_corruption, "embedded"),
     **{
@@ -242,25 +286,26 @@ def _look(entry: Entry | None, probe: str, known: Sequence[str]) -> Look:
     return Look(mutant=name, probe=probe, noticed=(end.told[:300],))
 
 
-def examine(entry: Entry, control: Mapping[str, Sequence[str]]) -> Mutant:
-    """Let the probes look at one mutant, the likeliest first, until one notices.
+def examine(entry: Entry, control: Mapping[str, Sequence[str]], probes: Sequence[str] | None = None) -> Mutant:
+    """Let probes look at one mutant, one after the other, until one notices.
 
     Args:
         entry: the mutant.
         control: probe -> what it notices of the library as it is. Where a probe has none, what it notices of the mutant is
             tried on the library as it is.
+        probes: which; by default its own, the likeliest first, and then all others. What is known to be no loss is looked at
+            only where it would be one.
     """
-    for probe in _in_turn(entry):
+    for probe in [*entry.probes, *_others(entry)] if probes is None else probes:
         notice = _new_notice(entry, probe, control)
         if notice:
             return Mutant(id=entry.id, title=entry.title, killed_by=f"{probe}: {notice}", explanation=None)
     return Mutant(id=entry.id, title=entry.title, killed_by=None, explanation=entry.explanation or None)
 
 
-def _in_turn(entry: Entry) -> list[str]:
-    """The entry's own probes, and then all others; what is known to be no loss is looked at only where it would be one."""
+def _others(entry: Entry) -> list[str]:
     others = [probe for probe in PROBES if probe not in entry.probes and probe.count("/") == 1]
-    return [*entry.probes, *([] if entry.explanation else others)]
+    return [] if entry.explanation else others
 
 
 def _new_notice(entry: Entry, probe: str, control: Mapping[str, Sequence[str]]) -> str:
@@ -294,8 +339,8 @@ def problems(entries: Sequence[Entry] = MUTANTS) -> list[str]:
     return found + [f"{name}: stands twice" for name in sorted({name for name in ids if ids.count(name) > 1})]
 
 
-def run(*, entries: Sequence[Entry] = MUTANTS, smoke: bool = False, workers: int = 2) -> tuple[Mutant, ...]:
-    """Judge every mutant; with ``smoke`` every eighth.
+def run(*, entries: Sequence[Entry] = MUTANTS, workers: int = 2) -> tuple[Mutant, ...]:
+    """Judge every mutant: all by their own probes, and those that these do not notice by all others.
 
     Raises:
         MutationError: the table does not fit the code (see :func:`problems`).
@@ -304,22 +349,26 @@ def run(*, entries: Sequence[Entry] = MUTANTS, smoke: bool = False, workers: int
     wrong = problems(entries)
     if wrong:
         raise mutating.MutationError("; ".join(wrong))
-    chosen = entries[::_SMOKE_EVERY] if smoke else entries
-    # A run of T3 that notices something is tried on the library as it is; the others are so many that all are tried before.
-    controlled = [probe for probe, (function, _) in PROBES.items() if function is not _errors]
-    if smoke:
-        controlled = [probe for probe in controlled if any(probe in entry.probes for entry in chosen)]
     with Workers(workers, preload=_PRELOAD) as pool:
-        looks: list[Look] = pool.map(_control, controlled)
-        control = {look.probe: look.noticed for look in looks}
-        return tuple(pool.map(_examine, [(entry, control) for entry in chosen]))
+        control: dict[str, Sequence[str]] = {}
+        found: dict[str, Mutant] = {}
+        for of_entry in (lambda entry: entry.probes, _others):
+            left = [entry for entry in entries if entry.id not in found or found[entry.id].is_missed]
+            wanted = {probe for entry in left for probe in of_entry(entry)} - control.keys()
+            # A run of T3 that notices something is tried on the library as it is; they are too many to try all before.
+            looks: list[Look] = pool.map(
+                _control, [one for one in PROBES if one in wanted and PROBES[one][0] is not _errors]
+            )
+            control |= {look.probe: look.noticed for look in looks}
+            found |= {one.id: one for one in pool.map(_examine, [(entry, control, of_entry(entry)) for entry in left])}
+        return tuple(found[entry.id] for entry in entries)
 
 
 def _control(probe: str) -> Look:
     return _look(None, probe, ())
 
 
-def _examine(job: tuple[Entry, Mapping[str, Sequence[str]]]) -> Mutant:
+def _examine(job: tuple[Entry, Mapping[str, Sequence[str]], Sequence[str]]) -> Mutant:
     return examine(*job)
 
 

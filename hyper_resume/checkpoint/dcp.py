@@ -25,6 +25,7 @@ from hyper_resume.checkpoint import layout, lineage, loading, saving
 from hyper_resume.checkpoint.attempt import SAVE_ID, check_training_state, mark_shards, read_save_id
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase, LoadReport
 from hyper_resume.checkpoint.copying import uncollected
+from hyper_resume.checkpoint.entries import Read
 from hyper_resume.checkpoint.filesystem import ShardWriter
 from hyper_resume.checkpoint.flat import flatten
 from hyper_resume.checkpoint.kinds import MODEL_BUCKET, check_model_entries
@@ -330,18 +331,16 @@ class DistributedCheckpointer(CheckpointerBase):
         manifest, metadata, proofs = self._verified(directory, training_state=with_training_state)
         self._proved = None
         save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata, manifest), group)
-        incoming = collective.agree(lambda: loading.Incoming(state, metadata), group)
-        model = incoming.of_bucket(MODEL_BUCKET)
-        collective.agree(lambda: check_model_entries(model, metadata, strict=strict_model, where=path), group)
+        incoming = collective.agree(lambda: _incoming(state, metadata, path, strict_model=strict_model), group)
         training_state: dict[str, Any] = {}
         if extra_state_skeleton is not None:
             training_state = self._read_extra_state(directory, metadata, manifest)
             collective.agree(lambda: check_training_state(training_state, save_id, directory), group)
             lacking = sorted(set(extra_state_skeleton) - set(training_state))
             collective.agree(lambda: extra.refuse_part(path, lacking), group)
-        collective.agree(lambda: incoming.refuse_other_kinds(metadata, path, checked=model), group)
-        incoming.take(collective.agree(lambda: load_entries(incoming.wanted, directory, metadata, proofs), group))
-        self._accept(path, incoming, training_state, manifest, state)
+        self._accept(
+            path, incoming, lambda: load_entries(incoming.wanted, directory, metadata, proofs), training_state, manifest
+        )
         collective.agree(incoming.fill, group)
         return training_state
 
@@ -366,15 +365,16 @@ class DistributedCheckpointer(CheckpointerBase):
         self,
         path: str,
         incoming: loading.Incoming,
+        read: Callable[[], Read],
         training_state: dict[str, Any],
         manifest: Manifest | None,
-        state: dict[str, Any],
     ) -> None:
-        """Refuse, on every rank, what was read otherwise than it was saved, and what the caller does not take."""
+        """Read, and refuse, on every rank, what was read otherwise than it was saved, and what the caller does not take."""
         group = self._group()
-        saved = loading.saved_digests(manifest, mesh_of(state))
+        saved = loading.saved_digests(manifest, mesh_of(incoming.state))
 
         def check() -> dict[str, str]:
+            incoming.take(read())
             found = {**incoming.digests(saved), **extra.bucket_digests(training_state)}
             loading.compare_digests(saved, found, incoming.not_as_saved(manifest), path)
             if self.check_loaded is not None:
@@ -456,6 +456,15 @@ class DistributedCheckpointer(CheckpointerBase):
             return action()
         except CheckpointException as error:
             raise saving.save_error(str(target), error) from error
+
+
+def _incoming(state: dict[str, Any], metadata: Metadata, path: str, *, strict_model: bool) -> loading.Incoming:
+    """What is asked for, when the checkpoint has it and it fits."""
+    incoming = loading.Incoming(state, metadata)
+    model = incoming.of_bucket(MODEL_BUCKET)
+    check_model_entries(model, metadata, strict=strict_model, where=path)
+    incoming.refuse_other_kinds(metadata, path, checked=model)
+    return incoming
 
 
 def _common(of_ranks: list[tuple[str, ...]]) -> tuple[str, ...]:

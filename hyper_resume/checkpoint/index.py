@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hyper_resume.checkpoint.copying import uncollected
-from hyper_resume.checkpoint.metadata_structure import cover_complaint, path_complaint
+from hyper_resume.checkpoint.metadata_structure import cover_complaint, is_possible, path_complaint
 from hyper_resume.checkpoint.pickle_subset import shorten
 from hyper_resume.checkpoint.plain_json import Form, FormError, parse_json
 from hyper_resume.errors import CheckpointMismatchError, describe
@@ -107,6 +107,9 @@ def _decode(content: bytes) -> Metadata:
         complaint = path_complaint(name)
         if complaint:
             raise FormError(f"{complaint}: {shorten(name)}")
+    if len(set(files)) != len(files):
+        # Places are told apart by the file's number.
+        raise FormError("files: one stands there twice")
     reader = _Reader(files)
     for name, item in form.inside("tensors").value.items():
         reader.add_tensor(name, item)
@@ -135,10 +138,13 @@ class _Reader:
         if properties is None:
             properties = self._properties[dtype] = TensorProperties(dtype=_DTYPES[dtype])
         size = _size(shape)
+        if not is_possible(size, properties.dtype):
+            raise FormError(f"entry {shorten(name)}: no tensor has so many elements")
         parts: list[ChunkStorageMetadata] = []
         for offsets, sizes, *place in chunks:
-            # Nearly all are whole: what was looked at once is not looked at again.
-            part = ChunkStorageMetadata(offsets=_size(offsets), sizes=size if sizes == shape else _size(sizes))
+            own = _size(sizes)
+            # Nearly all are whole: those are the entry's own shape.
+            part = ChunkStorageMetadata(offsets=_size(offsets), sizes=size if own == size else own)
             parts.append(part)
             complaint = "" if _is_whole(part, size) else _chunk_complaint(part, size)
             if complaint:

@@ -194,11 +194,15 @@ def _origin(path: Path, manifest: Manifest) -> str:
 
 
 class Incoming:
-    """What is read, apart from the live tensors until all of it is known to be good."""
+    """What is read, apart from the live tensors until all of it is known to be good.
+
+    Attributes:
+        state: the live state.
+    """
 
     def __init__(self, state: dict[str, Any], metadata: Metadata) -> None:
         """Ask for each entry of ``state`` that the checkpoint has."""
-        self._state = state
+        self.state = state
         self._live, self._places = flatten(state)
         stored = metadata.state_dict_metadata
         self.wanted = {name: value for name, value in self._live.items() if name in stored}
@@ -261,7 +265,7 @@ class Incoming:
             if isinstance(live, torch.Tensor):
                 pairs.append((live, value))
             else:
-                set_element(self._state, self._places[name], value)
+                set_element(self.state, self._places[name], value)
         copy_all(pairs)
 
 

@@ -120,6 +120,8 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, places: dict[Any, Any
     """Return what its chunks are called in ``places``."""
     if not is_whole(entry) or not vars(entry.properties) or len(entry.size) > _MOST_DIMENSIONS:
         raise PickleRefused(f"entry {shorten(name)}: a tensor without its properties, or of too many dimensions")
+    if not is_possible(entry.size, entry.properties.dtype):
+        raise PickleRefused(f"entry {shorten(name)}: no tensor has so many elements")
     indexes, complaint = [], ""
     # Entries may share one list of chunks. The walk is bounded all the same: the first chunk without a place ends it.
     for chunk in entry.chunks:
@@ -137,6 +139,11 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, places: dict[Any, Any
     if len(set(indexes)) != len(indexes):
         raise PickleRefused(f"entry {shorten(name)}: two chunks at one place")
     return indexes
+
+
+def is_possible(size: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether there can be a tensor of this shape: torch computes strides, and bytes, also where a dimension is 0."""
+    return math.prod(max(1, number) for number in size) * dtype.itemsize <= MOST_INTEGER
 
 
 def _chunk_complaint(entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, place: Any) -> str:

@@ -56,7 +56,8 @@ class Form:
         """Refuse keys that are not among ``known``."""
         others = sorted(set(self.value) - set(known))
         if others:
-            raise FormError(f"{self._path(others[0][:80])}: not a key of this form")
+            # As it would stand in a program: it may be anything.
+            raise FormError(f"{self._path(ascii(others[0][:80])[1:-1])}: not a key of this form")
 
     def text(self, key: str, *, pattern: re.Pattern[str] | None = None) -> str:
         """Return a short text."""

@@ -143,9 +143,9 @@ def verify(file: InputFile, expected: str) -> tuple[str, Proof | None]:
 def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Consecutive segments for one thread at a time."""
     runs: list[list[Segment]] = []
-    size = _RUN_BYTES
+    size = 0
     for segment in segments:
-        if size + segment.length > _RUN_BYTES:
+        if not runs or size + segment.length > _RUN_BYTES:
             runs.append([])
             size = 0
         runs[-1].append(segment)

@@ -143,6 +143,16 @@ def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
 W, FIRST, SECOND, WHOLE = ("tensors", "w"), ("tensors", "w", 2, 0), ("tensors", "w", 2, 1), ("tensors", "whole", 2, 0)
 DAMAGE: dict[str, Callable[[dict[str, Any]], None]] = {
     "unknown key": put("more", value=1),
+    "a file that stands there twice": put("files", value=["__0_0.distcp", "__0_0.distcp"]),
+    "sizes of true, equal to the shape": put(
+        "tensors", "whole", value=["int64", [1, 3], [[[0, 0], [True, 3], 0, 4096, 100]]]
+    ),
+    "sizes of a float, equal to the shape": put(
+        "tensors", "whole", value=["int64", [2, 3], [[[0, 0], [2, 3.0], 0, 4096, 100]]]
+    ),
+    "more elements than memory has addresses, and none": put(
+        "tensors", "whole", value=["int64", [1 << 61, 8, 0], [[[0, 0, 0], [1 << 61, 8, 0], 0, 4096, 100]]]
+    ),
     "no key": drop("values"),
     "no files": drop("files"),
     "other format": put("format", value="hyper_resume.manifest"),

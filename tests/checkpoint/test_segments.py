@@ -194,6 +194,19 @@ def test_a_table_that_does_not_describe_the_file_is_refused_though_the_manifest_
     assert all(torch.equal(value, torch.zeros_like(value)) for value in live["model"].values())
 
 
+def test_segments_of_no_bytes_are_no_harm_wherever_they_stand(saved: Path) -> None:
+    nothing = (0, xxhash.xxh3_128_digest(b""))
+    _reseal(
+        saved,
+        _with_table(lambda table: [nothing, *table[:1], nothing, nothing, *table[1:], nothing])(
+            _shard(saved).read_bytes()
+        ),
+    )
+    live = _zeros()
+    DistributedCheckpointer().load(str(saved), live)
+    assert all(torch.equal(live["model"][name], value) for name, value in _state()["model"].items())
+
+
 def test_a_file_shorter_than_a_tables_end_has_none(tmp_path: Path) -> None:
     for size in (0, 1, 15):
         (tmp_path / "file").write_bytes((bytes(8) + b"hrsegm01")[16 - size :])

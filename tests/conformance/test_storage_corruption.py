@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,6 +101,19 @@ def test_an_id_of_another_tier_is_refused() -> None:
         damage.parse_id("mutants:per_rank:flip:a:1.1")
 
 
+def test_the_place_of_a_flip_is_asked_for_where_a_shards_table_can_tell_it() -> None:
+    shard = bytes(100) + bytes(24) + struct.pack("<Q8s", 1, b"hrsegm01")
+    material = made({".metadata": b"meta", "__0_0.distcp": shard, "__1_0.distcp": shard + shard[-40:]})
+    told = {
+        case.id: damage.place_told(case, material)
+        for case in [*damage.flips(material, seed=3), *damage.truncations(material, 1, 20), *damage.others(material)]
+    }
+    asked = {name: place for name, place in told.items() if place is not None}
+    # Of the table itself, which is the last one, nothing tells where it is damaged.
+    assert sorted(asked.values()) == sorted([*range(100), *range(140)])
+    assert all(name.startswith("corruption:per_rank:flip:__") for name in asked)
+
+
 # ---- the real library ---------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +162,31 @@ def _verify_nothing() -> None:
     from hyper_resume.checkpoint import loading, manifest
 
     manifest.verify_files = loading.verify_files = lambda *args, **kwargs: []  # type: ignore[attr-defined]
+
+
+def _places(_: None) -> tuple[Material, list[Verdict]]:
+    with tempfile.TemporaryDirectory(prefix="test-") as folder:
+        build(Path(folder), "per_rank")
+        found = material(Path(folder), "per_rank")
+        cases = [case for case in damage.flips(found, 5) if case.file == "__1_0.distcp"][::40]
+        return found, corruption.examine(Path(folder), "per_rank", cases, "digest")
+
+
+def test_each_flip_of_a_shard_is_told_by_a_place_of_few_bytes_that_has_it(worker: Workers) -> None:
+    ((found, verdicts),) = worker.map(_places, [None])
+    size = len(found.newest["__1_0.distcp"])
+    (segments,) = struct.unpack("<Q", found.newest["__1_0.distcp"][-16:-8])
+    # Else the one place could be the whole file, and nothing would be asked.
+    assert segments >= 10
+    asked = [one for one in verdicts if damage.place_told(one.damage, found) is not None]
+    assert len(asked) > len(verdicts) * 0.9
+    assert not any(one.violations for one in verdicts)
+    spans = set()
+    for one in asked:
+        ((begin, end),) = re.findall(r"other bytes at (\d+) to (\d+)", one.told)
+        assert int(begin) <= int(one.damage.detail.partition(".")[0]) < int(end) < size
+        spans.add((int(begin), int(end)))
+    assert len(spans) > segments / 2
 
 
 def _write_to_live_first() -> None:
@@ -202,7 +242,7 @@ def _raise_without_the_file() -> None:
 def _find(found: Callable[[Path], str | None]) -> None:
     from hyper_resume.checkpoint import DistributedCheckpointer
 
-    DistributedCheckpointer.find_latest_checkpoint = lambda self, root: found(Path(root))  # type: ignore[method-assign]
+    DistributedCheckpointer.find_latest_checkpoint = lambda self, root: found(Path(root))  # type: ignore[assignment, method-assign]
 
 
 def _find_the_newest() -> None:
@@ -225,6 +265,30 @@ def _leave_a_file() -> None:
     _find(found)
 
 
+def _tell_another_place(change: Callable[[str], str]) -> None:
+    from hyper_resume.checkpoint import segments
+
+    original = segments.verify
+
+    def verify(*args: Any) -> Any:
+        complaint, proof = original(*args)
+        return re.sub(r"\d+ to \d+", lambda found: change(found.group()), complaint), proof
+
+    segments.verify = verify  # type: ignore[assignment]
+
+
+def _tell_no_place() -> None:
+    _tell_another_place(lambda place: "some place")
+
+
+def _tell_the_place_behind() -> None:
+    _tell_another_place(lambda place: f"{place.split()[-1]} to {1 << 30}")
+
+
+def _tell_two_places() -> None:
+    _tell_another_place(lambda place: f"{place}, 0 to 1")
+
+
 def _end_the_process() -> None:
     import os
 
@@ -241,6 +305,9 @@ def _end_the_process() -> None:
         (_draw_a_random_number, "touched live state"),
         (_raise_a_value_error, "wrong class of error"),
         (_raise_without_the_file, "file not named"),
+        (_tell_no_place, "place not told"),
+        (_tell_the_place_behind, "place not told"),
+        (_tell_two_places, "place not told"),
         (_find_the_newest, "LATEST took what a load by path refuses"),
         (_find_the_older_without_a_word, "fall-back without its reason"),
         (_find_nothing, "no fall-back"),
@@ -267,8 +334,8 @@ def _pass_any_size() -> None:
 
     original = manifest.verify_files
 
-    def instead(*args: Any, digests: bool) -> list[str]:
-        return original(*args, digests=True) if digests else []
+    def instead(*args: Any, digests: bool, **more: Any) -> list[str]:
+        return original(*args, digests=True, **more) if digests else []
 
     manifest.verify_files = loading.verify_files = instead  # type: ignore[attr-defined]
 

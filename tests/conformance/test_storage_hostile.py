@@ -14,7 +14,7 @@ from conformance.storage.hostile import KINDS, HostileResult
 from conformance.storage.hostile_readers import Reader, library_readers, stock_readers
 from hyper_resume.errors import CheckpointMismatchError
 
-COUNT, SEED = 1140, 11
+COUNT, STOCK_COUNT, SEED = 45 * len(KINDS), 30 * len(KINDS), 11
 
 
 def _run(count: int, folder: Path, **how: Any) -> HostileResult:
@@ -28,7 +28,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> HostileResult:
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> HostileResult:
-    return _run(COUNT // 3, tmp_path_factory.mktemp("stock"), readers=stock_readers(), seconds_each=0.5)
+    return _run(STOCK_COUNT, tmp_path_factory.mktemp("stock"), readers=stock_readers(), seconds_each=0.5)
 
 
 def test_the_library_refuses_hostile_files_or_reads_them_as_what_they_say(ours: HostileResult) -> None:
@@ -77,11 +77,12 @@ def test_the_record_has_stock_beside_the_library(ours: HostileResult, stock: Hos
     records = {record.kind: record for record in ours.records(stock)}
     assert list(records) == [kind for kind, _, _ in KINDS]
     payload = records["archive with a payload"]
-    assert (payload.tried, payload.refused, payload.violations) == (60, 60, {})
-    assert payload.baseline_tried == 20
+    assert (payload.tried, payload.refused, payload.violations) == (45, 45, {})
+    assert payload.baseline_tried == 30
     assert payload.baseline is not None
     assert payload.baseline > 10
     assert records["manifest, bytes damaged"].baseline is None
+    assert records["table bomb"].baseline is None
 
 
 def test_a_violation_can_be_made_again_from_its_id(stock: HostileResult, tmp_path: Path) -> None:
@@ -93,9 +94,28 @@ def test_a_violation_can_be_made_again_from_its_id(stock: HostileResult, tmp_pat
         library_readers()["archive"].read(content)
 
 
+def test_a_case_keeps_its_name_whatever_kinds_are_added() -> None:
+    names = [hostile.case_id(place) for place in range(3 * len(KINDS))]
+    assert len(set(names)) == len(names)
+    first = [name for name in names if name.removeprefix("hostile-").isdecimal()]
+    assert first == [f"hostile-{number}" for number in range(3 * 19)]
+    rest = [name for name in names if name not in first]
+    assert rest == [f"hostile-directory-{number}" for number in range(3 * 9)]
+    kinds = [kind for kind, _, _ in KINDS]
+    assert [hostile.replay(name, SEED)[0] for name in names[: len(kinds)]] == kinds
+    # Of the harness before there were other families.
+    assert hostile.replay("hostile-21", 0)[0] == "metadata with impossible numbers"
+
+
+@pytest.mark.parametrize("name", ["hostile-x-1", "corruption:1", "hostile-directory-"])
+def test_a_name_of_no_case_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"no such case|invalid literal"):
+        hostile.replay(name, SEED)
+
+
 def test_two_runs_from_one_seed_are_the_same(tmp_path: Path) -> None:
     # In one folder, as the library's and stock's stand in one run.
-    results = [_run(100, tmp_path) for _ in range(2)]
+    results = [_run(4 * len(KINDS), tmp_path) for _ in range(2)]
     assert results[0].outcomes == results[1].outcomes
 
 
