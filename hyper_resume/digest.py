@@ -201,6 +201,10 @@ def _feed(hasher: Any, value: Any) -> None:
             _feed(hasher, value[key])
     elif isinstance(value, (list, tuple)):
         hasher.update(f"sequence {len(value)}".encode())
+        if all(type(item) is str for item in value):
+            # The names of a state are many.
+            hasher.update("".join([f"str {item!r}" for item in value]).encode())
+            return
         for item in value:
             _feed(hasher, item)
     else:

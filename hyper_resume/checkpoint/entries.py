@@ -6,7 +6,7 @@ Of this library's directories and of stock DCP's. Nothing outside the directory 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -72,17 +72,19 @@ class Entries:
             file.close()
         self._files.clear()
 
-    def bring(self, names: Iterable[str]) -> None:
+    def bring(self, names: Collection[str]) -> None:
         """Have the bytes of these entries read, so that an error is told here. What another rank alone needs is read too.
 
         Raises:
             OSError: they can't be read.
             CheckpointMismatchError: a file is missing or is none of the checkpoint.
         """
+        if len(names) >= len(self._places) // 2:
+            self._find_all()
         ranges: dict[str, list[tuple[int, int]]] = {}
         for name in names:
             for place in self._places_of(name):
-                if self._is_proved(place.relative_path):
+                if place.relative_path in self._proofs or self._is_proved(place.relative_path):
                     continue
                 ranges.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
         for file_name, found in sorted(ranges.items()):
@@ -96,6 +98,13 @@ class Entries:
         if offered is not None and offered.is_of(self._directory / file_name):
             self._proofs[file_name] = offered
         return file_name in self._proofs
+
+    def _find_all(self) -> None:
+        """Find the places of all entries of one chunk in one walk: to look each up takes five times as long."""
+        found: dict[str, list[_StorageInfo]] = {}
+        for index, place in self._places.items():
+            found.setdefault(index.fqn, []).append(place)
+        self._found = {name: places for name, places in found.items() if len(places) == 1}
 
     def _places_of(self, name: str) -> list[_StorageInfo]:
         """Where the chunks of a tensor stand, in their order, or the one place of anything else."""
@@ -139,6 +148,8 @@ class Entries:
         entry = self._described[name]
         assert isinstance(entry, TensorStorageMetadata)  # it is of the kind of ``live``
         if not isinstance(live, DTensor):
+            if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.size:
+                return self._chunk(name, entry, entry.chunks[0], self._places_of(name)[0], is_all=True)
             return self._box(name, entry, (0,) * len(entry.size), tuple(entry.size))
         local = live.to_local()
         chunks: list[ChunkStorageMetadata] = live.__create_chunk_list__()  # type: ignore[no-untyped-call]

@@ -126,6 +126,7 @@ class _Reader:
         self._files = files
         self._spans: list[tuple[int, int, int]] = []
         self._properties: dict[str, TensorProperties] = {}
+        self._least: dict[tuple[str, torch.Size], int] = {}
         self.entries: dict[str, Any] = {}
         self.places: dict[MetadataIndex, _StorageInfo] = {}
 
@@ -138,22 +139,25 @@ class _Reader:
         if properties is None:
             properties = self._properties[dtype] = TensorProperties(dtype=_DTYPES[dtype])
         size = _size(shape)
-        if not is_possible(size, properties.dtype):
-            raise FormError(f"entry {shorten(name)}: no tensor has so many elements")
+        least = self._least.get((dtype, size))
+        if least is None:
+            if not is_possible(size, properties.dtype):
+                raise FormError(f"entry {shorten(name)}: no tensor has so many elements")
+            least = self._least[dtype, size] = math.prod(size) * properties.dtype.itemsize
         parts: list[ChunkStorageMetadata] = []
         for offsets, sizes, *place in chunks:
-            own = _size(sizes)
-            # Nearly all are whole: those are the entry's own shape.
-            part = ChunkStorageMetadata(offsets=_size(offsets), sizes=size if own == size else own)
+            part = ChunkStorageMetadata(offsets=_size(offsets), sizes=_size(sizes))
             parts.append(part)
-            complaint = "" if _is_whole(part, size) else _chunk_complaint(part, size)
+            # Nearly all are.
+            is_whole = part.sizes == size and len(part.offsets) == len(size) and not any(part.offsets)
+            complaint = "" if is_whole else _chunk_complaint(part, size)
             if complaint:
                 raise FormError(f"entry {shorten(name)}: {complaint}")
             index = MetadataIndex(name, part.offsets)
             if index in self.places:
                 raise FormError(f"entry {shorten(name)}: two chunks at one place")
-            self._add_place(index, place, math.prod(part.sizes) * properties.dtype.itemsize)
-        complaint = "" if len(parts) == 1 and _is_whole(parts[0], size) else cover_complaint(size, parts)
+            self._add_place(index, place, least if is_whole else math.prod(part.sizes) * properties.dtype.itemsize)
+        complaint = "" if len(parts) == 1 and is_whole else cover_complaint(size, parts)
         if complaint:
             raise FormError(f"entry {shorten(name)}: {complaint}")
         self.entries[name] = TensorStorageMetadata(properties=properties, size=size, chunks=parts)
@@ -182,10 +186,6 @@ class _Reader:
             if number == last and begin < end:
                 raise FormError(f"entries share bytes of {shorten(self._files[number])}")
             last, end = number, until
-
-
-def _is_whole(part: ChunkStorageMetadata, size: torch.Size) -> bool:
-    return part.sizes is size and len(part.offsets) == len(size) and not any(part.offsets)
 
 
 def _chunk_complaint(part: ChunkStorageMetadata, size: torch.Size) -> str:
