@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,11 +183,12 @@ class _FailingFile(OutputFile):
             raise os_error(error, self.path)
         super().reserve(size)
 
-    def _write_some(self, data: memoryview) -> int:
+    def _write_some(self, pieces: Sequence[memoryview]) -> int:
         error = self._operations.meet("write", self.path)
         if not error:
-            return super()._write_some(data)
-        half = data[: max(1, len(data) // 2)]
+            return super()._write_some(pieces)
+        whole = b"".join(pieces)
+        half = [memoryview(whole[: max(1, len(whole) // 2)])]
         if error == SHORT_WRITE:
             return super()._write_some(half)
         if error in ("ENOSPC", "EDQUOT"):

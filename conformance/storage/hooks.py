@@ -34,12 +34,13 @@ def replace_functions(recorder: Recorder) -> None:
         setattr(os, name, _on_path(recorder, getattr(os, name), kind))
     for name in ("rename", "replace"):
         setattr(os, name, _renaming(recorder, getattr(os, name)))
-    for name in ("link", "symlink", "truncate", "writev", "pwritev", "sendfile", "copy_file_range", "posix_fallocate"):
+    for name in ("link", "symlink", "truncate", "pwritev", "sendfile", "copy_file_range", "posix_fallocate"):
         if hasattr(os, name):
             setattr(os, name, _unknown(recorder, getattr(os, name), name))
     os.open = _opening(recorder, os.open)
     os.close = _closing(recorder, os.close)
     os.write = _writing(recorder, os.write)
+    os.writev = _writing_pieces(recorder, os.writev)
     os.pwrite = _writing(recorder, os.pwrite)
     os.lseek = _seeking(recorder, os.lseek)
     os.ftruncate = _truncating(recorder, os.ftruncate)
@@ -128,6 +129,19 @@ def _writing(recorder: Recorder, original: Callable[..., int]) -> Callable[..., 
         with recorder.step():
             count = original(fd, data, *offset)
             recorder.wrote(fd, data, count, *offset)
+        return count
+
+    return instead
+
+
+def _writing_pieces(recorder: Recorder, original: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(original)
+    def instead(fd: int, pieces: Any) -> int:
+        if not recorder.is_open(fd):
+            return original(fd, pieces)
+        with recorder.step():
+            count = original(fd, pieces)
+            recorder.wrote(fd, b"".join(pieces), count)
         return count
 
     return instead

@@ -65,9 +65,9 @@ class _RecordedFile(OutputFile):
         self._recorder = recorder
         self.path = inner.path
 
-    def write(self, data: Buffer) -> int:
+    def write(self, *pieces: Buffer) -> int:
         with self._recorder.inside():
-            return self._inner.write(data)
+            return self._inner.write(*pieces)
 
     def reserve(self, size: int) -> None:
         # Changes nothing that a crash could leave: not a byte, and not the size.

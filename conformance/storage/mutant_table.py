@@ -230,7 +230,7 @@ _CHECKS = (
 _ERRORS = (
     _entry(
         "short-write-believed", "a short write is taken for a whole one", "operations:OutputFile.write",
-        "        while done < len(view):\n", "        if done < len(view):\n", "errors/next save",
+        "        while rest:\n", "        if rest:\n", "errors/next save",
     ),
     _entry(
         "short-read-believed", "a short read of a shard is taken for its end", "operations:InputFile.part",

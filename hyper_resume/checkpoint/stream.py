@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 from hyper_resume import digest
 from hyper_resume.checkpoint import segments
 from hyper_resume.checkpoint.copying import start
-from hyper_resume.checkpoint.operations import Buffer, OutputFile
+from hyper_resume.checkpoint.operations import AT_ONCE_BYTES, Buffer, OutputFile
 
 SMALL_BYTES = 64 << 10
 # Of what is gathered.
@@ -30,6 +31,10 @@ class Stream:
         self._hasher = None if with_table else digest.FileHasher()
         self._segments: list[tuple[int, bytes]] = []
         self._gathered = bytearray()
+        self._waiting: deque[memoryview] = deque()
+        self._waiting_bytes = 0
+        self._hashed: Future[None] = Future()
+        self._hashed.set_result(None)
         # One thread, so that the pieces are hashed in order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hyper_resume-digest")
         self.size_bytes = 0
@@ -62,29 +67,44 @@ class Stream:
         if size < SMALL_BYTES:
             self._gathered += content
             if len(self._gathered) >= _BLOCK_BYTES:
-                self._flush()
+                self._take_gathered()
             return
-        self._flush()
+        self._take_gathered()
         view = memoryview(content)
         for begin in range(0, size, digest.BLOCK_BYTES):
-            self._put(view[begin : begin + digest.BLOCK_BYTES])
+            self._take(view[begin : begin + digest.BLOCK_BYTES])
 
-    def _flush(self) -> None:
+    def _take_gathered(self) -> None:
         if self._gathered:
             gathered, self._gathered = self._gathered, bytearray()
-            self._put(gathered)
+            self._take(gathered)
 
-    def _put(self, content: Buffer) -> None:
-        """Write a piece; its digest is taken beside that, of the same memory."""
-        if len(content) < _WORTH_A_THREAD_BYTES:
+    def _take(self, content: Buffer) -> None:
+        """Have a piece hashed, and write what has come together when it is enough."""
+        if len(content) >= _WORTH_A_THREAD_BYTES or not self._hashed.done():
+            self._hashed = start(self._thread, self._hash, content)
+        else:
             # Beside a training loop that holds the interpreter, each word between threads costs milliseconds.
             self._hash(content)
-            self._file.write(content)
-            return
-        hashed = start(self._thread, self._hash, content)
-        self._file.write(content)
-        # The hash of one piece is done before the next is written, so that no more than that is held.
-        hashed.result()
+        self._waiting.append(memoryview(content))
+        self._waiting_bytes += len(content)
+        if self._waiting_bytes >= AT_ONCE_BYTES:
+            self._put(self._waiting_bytes - self._waiting_bytes % AT_ONCE_BYTES)
+
+    def _put(self, size: int) -> None:
+        """Write the first bytes of what waits; all of them end where the file system likes a write to end."""
+        pieces: list[memoryview] = []
+        self._waiting_bytes -= size
+        while size:
+            piece = self._waiting.popleft()
+            if len(piece) > size:
+                self._waiting.appendleft(piece[size:])
+                piece = piece[:size]
+            pieces.append(piece)
+            size -= len(piece)
+        self._file.write(*pieces)
+        # What was hashed meanwhile is all that was taken, so that no more than that is held.
+        self._hashed.result()
 
     def _hash(self, content: Buffer) -> None:
         if self._hasher is not None:
@@ -98,7 +118,8 @@ class Stream:
         Raises:
             OSError: it could not be written.
         """
-        self._flush()
+        self._take_gathered()
+        self._put(self._waiting_bytes)
         if self._hasher is not None:
             return self._hasher.text()
         table = segments.encode(self._segments)

@@ -7,6 +7,7 @@ import os
 import resource
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,49 @@ def test_all_bytes_arrive_however_few_one_write_takes(
         assert file.write(b"") == 0
         assert file.tell() == len(content)
     assert (tmp_path / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("most", [1, 7, 1000, 1 << 30])
+def test_many_pieces_arrive_in_order_however_few_bytes_one_write_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    pieces = [bytes([number % 251]) * (number % 9) for number in range(2000)]
+    whole = b"".join(pieces)
+    writev, written = os.writev, os.write
+    asked: list[int] = []
+
+    def partly(descriptor: int, views: list[memoryview]) -> int:
+        asked.append(len(views))
+        return written(descriptor, b"".join(views)[:most]) if most < 1 << 30 else writev(descriptor, views)
+
+    monkeypatch.setattr(os, "writev", partly)
+    monkeypatch.setattr(os, "write", lambda descriptor, data: written(descriptor, data[:most]))
+    with operations.current().create(tmp_path / "file") as file:
+        assert file.write(*pieces) == len(whole)
+        assert file.write() == 0
+        assert file.tell() == len(whole)
+    assert (tmp_path / "file").read_bytes() == whole
+    assert max(asked) <= 1024, "the kernel takes no more"
+
+
+def test_writes_end_where_the_file_system_likes_them_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+
+    def told(function: Any) -> Any:
+        def instead(descriptor: int, data: Any) -> Any:
+            count = function(descriptor, data)
+            ends.append(os.lseek(descriptor, 0, os.SEEK_CUR))
+            return count
+
+        return instead
+
+    monkeypatch.setattr(os, "writev", told(os.writev))
+    monkeypatch.setattr(os, "write", told(os.write))
+    part = 8 << 20
+    with operations.current().create(tmp_path / "file") as file:
+        file.write(bytes(700), bytes(part), bytes(700))
+        file.write(bytes(2 * part))
+    assert ends == [part, part + 1400, 2 * part, 3 * part, 3 * part + 1400]
 
 
 def test_a_write_that_the_disk_takes_half_of_is_an_error(tmp_path: Path) -> None:

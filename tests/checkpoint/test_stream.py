@@ -94,10 +94,10 @@ class Full(OutputFile):
 
     room = 0
 
-    def _write_some(self, data: memoryview) -> int:
-        if len(data) > self.room - self.tell():
+    def _write_some(self, pieces: Sequence[memoryview]) -> int:
+        if sum(map(len, pieces)) > self.room - self.tell():
             raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
-        return super()._write_some(data)
+        return super()._write_some(pieces)
 
 
 def full(path: Path, room: int) -> Full:
