@@ -199,12 +199,12 @@ _CHECKS = (
     _entry(
         "latest-by-existence", "LATEST takes what is there, not what is verified",
         "dcp:DistributedCheckpointer.find_latest_checkpoint",
-        "self._verified(directory, training_state=True)", "pass", "corruption/per_rank",
+        "self._proved.of(directory, group, training_state=True)", "pass", "corruption/per_rank",
     ),
     _entry(
-        "load-unverified", "nothing is verified", "dcp:DistributedCheckpointer._verified",
-        "proved.manifest = loading.verify(directory, self._verify, self._group(), parts=left, proofs=proved.proofs)",
-        "proved.manifest = loading.read_manifest(directory)", "corruption/per_rank",
+        "load-unverified", "nothing is verified", "proving:LastProved.of",
+        "known.manifest = loading.verify(directory, self._how, group, parts=left, proofs=known.proofs)",
+        "known.manifest = loading.read_manifest(directory)", "corruption/per_rank",
     ),
     _entry(
         "other-step-passes", "a manifest of another step passes in LATEST and load", "loading:wrong_name",
@@ -238,7 +238,7 @@ _ERRORS = (
     ),
     _entry(
         "failure-kept-alone", "a rank that can't write its training state does not tell the others",
-        "dcp:DistributedCheckpointer._prepare_writer", "collective.agree(write, group)", "write()",
+        "dcp:DistributedCheckpointer._prepare_writer", "collective.agree(prepare, group)", "prepare()",
         "errors/next save/write",
     ),
     _entry(

@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -21,28 +21,25 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hyper_resume import collective
 from hyper_resume.checkpoint import extra_state as extra
-from hyper_resume.checkpoint import layout, lineage, loading, saving
-from hyper_resume.checkpoint.attempt import SAVE_ID, check_training_state, mark_shards, read_save_id
+from hyper_resume.checkpoint import layout, lineage, loading, own_part, saving
+from hyper_resume.checkpoint.attempt import check_training_state, read_save_id
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase, LoadReport
 from hyper_resume.checkpoint.copying import uncollected
 from hyper_resume.checkpoint.entries import Read
 from hyper_resume.checkpoint.filesystem import ShardWriter
-from hyper_resume.checkpoint.flat import flatten
-from hyper_resume.checkpoint.kinds import MODEL_BUCKET, check_model_entries
-from hyper_resume.checkpoint.manifest import FileEntry, Manifest
-from hyper_resume.checkpoint.plan_cache import CachingPlanner, Layout, PlanCache, layout_of
+from hyper_resume.checkpoint.manifest import Manifest
+from hyper_resume.checkpoint.own_part import How
+from hyper_resume.checkpoint.plan_cache import CachingPlanner, PlanCache
+from hyper_resume.checkpoint.proving import LastProved
 from hyper_resume.checkpoint.reading import load_entries, read_own_training_state
 from hyper_resume.checkpoint.retention import Retention
 from hyper_resume.checkpoint.root import WritableRoot
 from hyper_resume.checkpoint.saving import Attempt, draft_manifest, mesh_of
-from hyper_resume.checkpoint.segments import Proof
-from hyper_resume.checkpoint.staging import Stager, copied
-from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError, describe
+from hyper_resume.checkpoint.staging import Stager
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_How = Literal["sync", "thread", "process"]
-_Known = tuple[Manifest | None, Metadata, Mapping[str, Proof]]
 
 
 @CHECKPOINTER_REGISTRY.register("dcp")
@@ -80,8 +77,7 @@ class DistributedCheckpointer(CheckpointerBase):
         self._stager = Stager()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hyper_resume-save")
         self._root = WritableRoot(retention or Retention())
-        # The step directory that was found and verified last, with its manifest, so that its load does not do it again.
-        self._proved: _Proved | None = None
+        self._proved = LastProved(verify)
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
@@ -121,13 +117,13 @@ class DistributedCheckpointer(CheckpointerBase):
         self.maybe_wait_for_async_save()
         target = Path(path)
         group = self._group()
-        self._proved = None
+        self._proved.forget()
         payload = collective.agree(lambda: extra.plain_state(saving.mark_training_state(state, global_step)), group)
         training_state = payload.pop(extra.PAYLOAD_KEY, None)
         attempt: Attempt | None = None
         try:
             attempt = self._begin_attempt(target, global_step, started)
-            how: _How = "sync" if not save_async else "process" if self._in_process() else "thread"
+            how: How = "sync" if not save_async else "process" if self._in_process() else "thread"
             payload, writer, planner = self._prepare_writer(attempt, payload, training_state, metrics or {}, how)
             if save_async:
                 self._start_background(payload, writer, planner, attempt, how)
@@ -148,57 +144,20 @@ class DistributedCheckpointer(CheckpointerBase):
         payload: dict[str, Any],
         training_state: dict[str, Any] | None,
         metrics: Mapping[str, float],
-        how: _How,
+        how: How,
     ) -> tuple[dict[str, Any], ShardWriter, CachingPlanner]:
-        """Digest the state as it is now, write this rank's training state, and tell rank 0 of both for the manifest.
-
-        For a save in a thread the state is copied now, and digested while it is. One that is waited for has its writer take
-        the digests of the payload, of the same live state, which nobody changes meanwhile.
+        """Have each rank prepare its part, and tell rank 0 of it for the manifest.
 
         Returns:
             what is to be written, and what writes it.
         """
-        group, rank = self._group(), collective.rank()
+        group, per_rank = self._group(), self._extra_state_per_rank
         mesh = mesh_of(payload)
-        buckets: dict[str, str] = {}
-        names: dict[str, str] = {}
-        files: dict[str, FileEntry] = {}
-        layouts: list[Layout] = []
-        flat: dict[str, Any] = {}
-
-        def digest_payload(known: Mapping[str, bytes] = MappingProxyType({})) -> Mapping[str, str]:
-            found = loading.bucket_digests(flat, known=known)
-            buckets.update(found)
-            return found
-
-        def write() -> dict[str, Any]:
-            self._check_shared(attempt.staging)
-            entries, paths = flatten(payload)
-            flat.update(entries)
-            layouts.append((*layout_of(flat, paths), (training_state is not None, *(training_state or ()))))
-            buckets.update(extra.bucket_digests(training_state or {}))
-            written = payload
-            if how == "thread":
-                staged = self._stager.stage(flat, paths)
-                written = staged.state
-                digest_payload(staged.data_digests)
-            elif how == "process":
-                digest_payload()
-            names.update(loading.name_digests(flat))
-            if training_state is not None:
-                training_state[SAVE_ID] = attempt.save_id
-            if training_state is not None and self._extra_state_per_rank:
-                files[extra.file_name(rank)] = extra.write_file(attempt.staging, rank, extra.encode(training_state))
-            return written
-
-        written = collective.agree(write, group)
-        mark_shards(written, attempt.save_id, rank)
-        if training_state is not None and not self._extra_state_per_rank:
-            embedded = extra.embed(training_state, rank)
-            written[extra.PAYLOAD_KEY] = copied(embedded) if how == "thread" else embedded
-        (layout,) = layouts
-        of_ranks = collective.gather((files, buckets, names, self._plans.knows(layout)), group)
-        self.last_buckets = buckets
+        prepare = partial(own_part.prepare, attempt, payload, training_state, how, self._stager, per_rank=per_rank)
+        part = collective.agree(prepare, group)
+        own = part.files, part.buckets, part.names, self._plans.knows(part.layout)
+        of_ranks = collective.gather(own, group)
+        self.last_buckets = part.buckets
         draft = draft_manifest(
             attempt,
             world_size=collective.world_size(),
@@ -208,21 +167,9 @@ class DistributedCheckpointer(CheckpointerBase):
             names={str(index): found for index, (_, _, found, _) in enumerate(of_ranks)},
             metrics=metrics,
         )
-        planner = CachingPlanner(self._plans, layout, reuse=all(known for _, _, _, known in of_ranks))
-        writer = ShardWriter(attempt.staging, draft, self._plans, digest_payload if how == "sync" else None)
-        return written, writer, planner
-
-    def _check_shared(self, staging: Path) -> None:
-        if not staging.is_dir():
-            raise CheckpointSaveError(
-                describe(
-                    "this rank does not see the directory that rank 0 just made",
-                    where=f"{staging}, rank {collective.rank()}",
-                    expected="checkpoint_dir on storage shared by all ranks",
-                    found="no such directory here",
-                    do="set checkpoint.checkpoint_dir to a shared file system",
-                )
-            )
+        planner = CachingPlanner(self._plans, part.layout, reuse=all(known for _, _, _, known in of_ranks))
+        writer = ShardWriter(attempt.staging, draft, self._plans, part.digest_payload if how == "sync" else None)
+        return part.written, writer, planner
 
     def _in_process(self) -> bool:
         if self._async_mode == "process" and not collective.is_distributed():
@@ -234,7 +181,7 @@ class DistributedCheckpointer(CheckpointerBase):
         self._dcp(lambda: dcp_save(payload, storage_writer=writer, planner=planner, **how), target)
 
     def _start_background(
-        self, payload: dict[str, Any], writer: ShardWriter, planner: CachingPlanner, attempt: Attempt, how: _How
+        self, payload: dict[str, Any], writer: ShardWriter, planner: CachingPlanner, attempt: Attempt, how: How
     ) -> None:
         group, target = self._group(), attempt.target
         upload = self._start_process(payload, writer, target) if how == "process" else None
@@ -328,10 +275,10 @@ class DistributedCheckpointer(CheckpointerBase):
         self.maybe_wait_for_async_save()
         directory, group = Path(path), self._group()
         with_training_state = extra_state_skeleton is not None
-        manifest, metadata, proofs = self._verified(directory, training_state=with_training_state)
-        self._proved = None
+        manifest, metadata, proofs = self._proved.of(directory, group, training_state=with_training_state)
+        self._proved.forget()
         save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata, manifest), group)
-        incoming = collective.agree(lambda: _incoming(state, metadata, path, strict_model=strict_model), group)
+        incoming = collective.agree(lambda: loading.asked_for(state, metadata, path, strict_model=strict_model), group)
         training_state: dict[str, Any] = {}
         if extra_state_skeleton is not None:
             training_state = self._read_extra_state(directory, metadata, manifest)
@@ -343,23 +290,6 @@ class DistributedCheckpointer(CheckpointerBase):
         )
         collective.agree(incoming.fill, group)
         return training_state
-
-    def _verified(self, directory: Path, *, training_state: bool) -> _Known:
-        """Verify what this process has not just verified, while it looked for the newest good one or asked what is in it."""
-        parts: set[loading.Part] = {"weights", "training state"} if training_state else {"weights"}
-        proved = self._proved
-        if proved is None or proved.directory != directory.absolute():
-            proved = _Proved(directory=directory.absolute())
-        if not parts <= proved.parts:
-            left = parts - proved.parts
-            proved.manifest = loading.verify(directory, self._verify, self._group(), parts=left, proofs=proved.proofs)
-            proved.parts |= parts
-        if proved.metadata is None:
-            proved.metadata = collective.agree(
-                lambda: loading.check_description(directory, proved.manifest), self._group()
-            )
-        self._proved = proved
-        return proved.manifest, proved.metadata, proved.proofs
 
     def _accept(
         self,
@@ -388,7 +318,7 @@ class DistributedCheckpointer(CheckpointerBase):
             verified="no manifest" if manifest is None else self._verify,
             saved=saved,
             loaded=loaded,
-            unread=_common(collective.gather(incoming.unread, group)),
+            unread=loading.common(collective.gather(incoming.unread, group)),
         )
 
     def _read_extra_state(self, directory: Path, metadata: Metadata, manifest: Manifest | None) -> dict[str, Any]:
@@ -412,7 +342,7 @@ class DistributedCheckpointer(CheckpointerBase):
         complaints: list[str] = []
         for directory in order.directories:
             try:
-                self._verified(directory, training_state=True)
+                self._proved.of(directory, group, training_state=True)
             except (CheckpointMismatchError, CheckpointNotFoundError) as error:
                 complaints.append(f"{directory.name}: {error}")
                 logger.warning("passing over %s: %s", directory, error)
@@ -432,7 +362,7 @@ class DistributedCheckpointer(CheckpointerBase):
         self.maybe_wait_for_async_save()
         directory = Path(path)
         # In the order of a load: what is damaged is called so, and not taken for a description.
-        _, metadata, _ = self._verified(directory, training_state=False)
+        _, metadata, _ = self._proved.of(directory, self._group(), training_state=False)
         return {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             if isinstance(entry, TensorStorageMetadata)
@@ -456,28 +386,3 @@ class DistributedCheckpointer(CheckpointerBase):
             return action()
         except CheckpointException as error:
             raise saving.save_error(str(target), error) from error
-
-
-def _incoming(state: dict[str, Any], metadata: Metadata, path: str, *, strict_model: bool) -> loading.Incoming:
-    """What is asked for, when the checkpoint has it and it fits."""
-    incoming = loading.Incoming(state, metadata)
-    model = incoming.of_bucket(MODEL_BUCKET)
-    check_model_entries(model, metadata, strict=strict_model, where=path)
-    incoming.refuse_other_kinds(metadata, path, checked=model)
-    return incoming
-
-
-def _common(of_ranks: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return what is in all of them: an entry that one rank asks for is read, whatever the others ask for."""
-    return tuple(sorted(set(of_ranks[0]).intersection(*of_ranks[1:])))
-
-
-@dataclass
-class _Proved:
-    """What was verified last, so that the load that follows does not read it once more. Dropped by a load and a save."""
-
-    directory: Path
-    manifest: Manifest | None = None
-    metadata: Metadata | None = None
-    parts: set[loading.Part] = field(default_factory=set)
-    proofs: dict[str, Proof] = field(default_factory=dict)

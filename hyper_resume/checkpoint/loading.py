@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,13 @@ from hyper_resume.checkpoint.copying import copy_all, in_threads
 from hyper_resume.checkpoint.description import read_metadata
 from hyper_resume.checkpoint.entries import Read
 from hyper_resume.checkpoint.flat import flatten
-from hyper_resume.checkpoint.kinds import is_of_kind, kind_of_live, kind_of_stored
+from hyper_resume.checkpoint.kinds import (
+    MODEL_BUCKET,
+    check_model_entries,
+    is_of_kind,
+    kind_of_live,
+    kind_of_stored,
+)
 from hyper_resume.checkpoint.manifest import (
     MANIFEST_NAME,
     MISSING,
@@ -267,6 +273,24 @@ class Incoming:
             else:
                 set_element(self.state, self._places[name], value)
         copy_all(pairs)
+
+
+def asked_for(state: dict[str, Any], metadata: Metadata, path: str, *, strict_model: bool) -> Incoming:
+    """Return what is asked for, when the checkpoint has it and it fits.
+
+    Raises:
+        CheckpointMismatchError: a missing model key, or an entry of another shape or type.
+    """
+    incoming = Incoming(state, metadata)
+    model = incoming.of_bucket(MODEL_BUCKET)
+    check_model_entries(model, metadata, strict=strict_model, where=path)
+    incoming.refuse_other_kinds(metadata, path, checked=model)
+    return incoming
+
+
+def common(of_ranks: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return what is in all of them: an entry that one rank asks for is read, whatever the others ask for."""
+    return tuple(sorted(set(of_ranks[0]).intersection(*of_ranks[1:])))
 
 
 def _bucket_entries(stored: Mapping[str, Any], buckets: set[str]) -> set[str]:

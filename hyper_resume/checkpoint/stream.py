@@ -82,7 +82,7 @@ class Stream:
     def _take(self, content: Buffer) -> None:
         """Have a piece hashed, and write what has come together when it is enough."""
         if len(content) >= _WORTH_A_THREAD_BYTES or not self._hashed.done():
-            self._hashed = start(self._thread, self._hash, content)
+            self._hashed = start(self._thread, self._hash_next, (self._hashed, content))
         else:
             # Beside a training loop that holds the interpreter, each word between threads costs milliseconds.
             self._hash(content)
@@ -105,6 +105,12 @@ class Stream:
         self._file.write(*pieces)
         # What was hashed meanwhile is all that was taken, so that no more than that is held.
         self._hashed.result()
+
+    def _hash_next(self, after: tuple[Future[None], Buffer]) -> None:
+        before, content = after
+        # It has ended, but where no thread is to be had any more, and this one hashes beside one that still does.
+        before.result()
+        self._hash(content)
 
     def _hash(self, content: Buffer) -> None:
         if self._hasher is not None:

@@ -150,3 +150,24 @@ def test_many_streams_at_a_time_do_not_meet(tmp_path: Path) -> None:
     for number, content in enumerate(contents):
         assert (tmp_path / str(number)).read_bytes() == content
         assert found[number] == f"xxh3_128:{xxhash.xxh3_128_hexdigest(content)}"
+
+
+def test_pieces_are_hashed_in_order_where_no_thread_is_to_be_had_any_more(tmp_path: Path) -> None:
+    """As when the interpreter ends: the thread still hashes what it has, and takes nothing new."""
+    pieces = [made(60 << 20, 1), made(SMALL, 2), made(2 << 20, 3), b"end"]
+    with operations.current().create(tmp_path / "file") as file:
+        stream = Stream(file)
+        stream.write(pieces[0][: 8 << 20])
+        begun = threading.Event()
+        stream._thread.submit(begun.wait)
+        stream._hashed = stream._thread.submit(stream._hash, pieces[0][8 << 20 :])
+        stream._thread.shutdown(wait=False)
+        threading.Timer(0.05, begun.set).start()
+        stream._waiting.append(memoryview(pieces[0])[8 << 20 :])
+        stream._waiting_bytes += len(pieces[0]) - (8 << 20)
+        for piece in pieces[1:]:
+            stream.write(piece)
+        found = stream.finish()
+    whole = b"".join(pieces)
+    assert (tmp_path / "file").read_bytes() == whole
+    assert found == f"xxh3_128:{xxhash.xxh3_128_hexdigest(whole)}"
