@@ -62,16 +62,28 @@ def in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
 
 def start(pool: ThreadPoolExecutor, function: Callable[[T], R], item: T) -> Future[R]:
-    """Have it computed in ``pool``, or here and now where the interpreter ends and starts no threads any more."""
-    try:
-        return pool.submit(function, item)
-    except RuntimeError:
-        done: Future[R] = Future()
+    """Have it computed in ``pool``, or here and now where no thread can be started (any more); once in any case.
+
+    A pool takes a task before it starts a thread for it, so one that was refused may run all the same, later.
+    """
+    done: Future[R] = Future()
+    left = [item]
+
+    def run() -> None:
         try:
-            done.set_result(function(item))
+            mine = left.pop()
+        except IndexError:
+            return
+        try:
+            done.set_result(function(mine))
         except BaseException as error:  # noqa: BLE001  raised again by whoever asks for the result
             done.set_exception(error)
-        return done
+
+    try:
+        pool.submit(run)
+    except RuntimeError:
+        run()
+    return done
 
 
 @contextmanager
@@ -104,7 +116,8 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def copy_and_digest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bytes]:
     """Copy the second of each pair into the first, none of them sharded; return the digest of each one's bytes.
 
-    Of those on the CPU it is taken of what was copied, not of the copy, and while the processor has it at hand.
+    Of those on the CPU it is taken of what was copied, not of the copy, and while the processor has it at hand. Of others it is
+    the copy's: to look at them means to copy them.
 
     Args:
         pairs: of equal shapes and types; no two of the first share memory, and those are contiguous.
@@ -134,16 +147,13 @@ def _copy_other(target: torch.Tensor, source: torch.Tensor) -> bytes:
     # Whether gradients are recorded is each thread's own setting.
     with torch.no_grad():
         target.copy_(source)
-    return digest.data_digest(digest.bytes_of(target))
+    return digest.data_digest(digest.bytes_of(source if source.is_cpu else target))
 
 
 def _copy_array(arrays: tuple[int, Any, Any]) -> bytes:
-    _, target, source = arrays
-    if source.nbytes <= _AT_HAND_BYTES:
-        found = digest.data_digest(source)
-        np.copyto(target, source)
-        return found
-    there, here = (memoryview(array).cast("B") for array in (target, source))
+    _, *both = arrays
+    # One may be flat already, and the other in its shape.
+    there, here = (memoryview(array).cast("B") for array in both)
     hasher = digest.FileHasher()
     for begin in range(0, len(here), _AT_HAND_BYTES):
         part = np.frombuffer(here[begin : begin + _AT_HAND_BYTES], np.uint8)

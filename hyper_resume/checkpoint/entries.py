@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from hyper_resume.checkpoint import archive, operations, safe_load
+from hyper_resume.checkpoint import archive, operations, safe_load, segments
 from hyper_resume.checkpoint.copying import MOST_THREADS, in_form_of, in_threads
 from hyper_resume.checkpoint.segments import Proof
 from hyper_resume.errors import CheckpointMismatchError, describe
@@ -48,8 +48,8 @@ class Entries:
         Args:
             directory: the step directory.
             metadata: its own description.
-            proofs: files that were verified, by name: their bytes are looked at where they were verified, if no file was
-                changed since.
+            proofs: files that were verified, by name: their bytes are looked at where they were verified; a file that was
+                changed since is verified again.
         """
         self._directory = directory
         self._proofs: dict[str, Proof] = {}
@@ -82,11 +82,18 @@ class Entries:
         if len(names) >= len(self._places) // 2:
             self._find_all()
         ranges: dict[str, list[tuple[int, int]]] = {}
+        spans: dict[str, tuple[int, int]] = {}
         for name in names:
             for place in self._places_of(name):
+                begin, end = place.offset, place.offset + place.length
                 if place.relative_path in self._proofs or self._is_proved(place.relative_path):
-                    continue
-                ranges.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
+                    first, last = spans.get(place.relative_path, (begin, end))
+                    spans[place.relative_path] = min(first, begin), max(last, end)
+                else:
+                    ranges.setdefault(place.relative_path, []).append((begin, end))
+        for file_name, (begin, end) in spans.items():
+            # They were in memory a moment ago, and costs next to nothing then.
+            operations.bring_mapped(self._proofs[file_name].content, begin, end - begin)
         for file_name, found in sorted(ranges.items()):
             file = self._file(file_name)
             pieces = [piece for begin, end in _merged(found) for piece in _pieces(begin, min(end, file.size_bytes))]
@@ -95,7 +102,18 @@ class Entries:
     def _is_proved(self, file_name: str) -> bool:
         offered = self._offered.pop(file_name, None)
         # The name is one of the manifest's, so it leads nowhere else.
-        if offered is not None and offered.is_of(self._directory / file_name):
+        if offered is not None and not offered.is_of(self._directory / file_name):
+            complaint, offered = segments.verify(self._file(file_name), offered.expected)
+            if complaint:
+                raise CheckpointMismatchError(
+                    describe(
+                        "a file of the checkpoint was changed after it was verified",
+                        where=str(self._directory / file_name),
+                        found=complaint,
+                        do="see who else writes there; restore the file from a copy, or resume from another checkpoint",
+                    )
+                )
+        if offered is not None:
             self._proofs[file_name] = offered
         return file_name in self._proofs
 

@@ -6,6 +6,7 @@ place with :func:`use`; nothing else in this package opens a file for writing, r
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import io
@@ -33,7 +34,7 @@ Linux keeps what is written so in large pages, which are mapped again in a fifti
 _MOST_PIECES = 512
 _KEEP_SIZE, _WRITE = 1, 2
 # Of a file system that can't; anything else is an error.
-_NOT_KNOWN = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE, errno.ENODEV)
+_NOT_KNOWN = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE, errno.ENODEV, errno.EPERM)
 # Linux 5.14: brings pages in now and tells of an error, where touching them would end the process with SIGBUS.
 _POPULATE_READ = 22
 # A file may be larger than memory; nothing will be written to its map, so none has to be kept for that. Linux's number.
@@ -106,17 +107,22 @@ class OutputFile:
         return self._size - begin
 
     def _set_device_to_work(self, size: int) -> None:
-        """Begin to write out what has gathered; without it the device would wait for the sync. An error of it shows there."""
+        """Begin to write out what has gathered; without it the device would wait for the sync."""
         if size - self._on_its_way >= AT_ONCE_BYTES:
-            self._ask_kernel("sync_file_range", self._on_its_way, size - self._on_its_way, _WRITE)
+            # No more than advice: what fails of it fails again in the sync, which tells.
+            with contextlib.suppress(OSError):
+                self._ask_kernel("sync_file_range", self._on_its_way, size - self._on_its_way, _WRITE)
             self._on_its_way = size
 
     def _ask_kernel(self, name: str, *numbers: int) -> None:
         """Call a function of Linux's that Python does not have, with the file and numbers, of which one is small."""
         function = _kernel_function(name)
-        if function is not None and function(self._descriptor, *numbers) != 0:
+        while function is not None and function(self._descriptor, *numbers) != 0:
             number = ctypes.get_errno()
-            if number not in _NOT_KNOWN:
+            if number in _NOT_KNOWN:
+                return
+            # A signal, of which Python's own functions try again by themselves: one may ask for this very save.
+            if number != errno.EINTR:
                 raise OSError(number, os.strerror(number), str(self.path))
 
     def _write_some(self, pieces: Sequence[memoryview]) -> int:
@@ -209,6 +215,18 @@ class InputFile(io.FileIO):
         """Close the file; a map lives as long as any part of it is in use."""
         self._map = None
         super().close()
+
+
+def bring_mapped(content: memoryview, offset: int, length: int) -> None:
+    """Have bytes of a file read that :meth:`InputFile.whole` gave.
+
+    Raises:
+        OSError: they can't be.
+    """
+    mapped: Any = content.obj
+    begin = offset - offset % mmap.PAGESIZE
+    if 0 <= begin < len(content) and length > 0:
+        mapped.madvise(_POPULATE_READ, begin, min(offset + length, len(content)) - begin)
 
 
 def _mapped(descriptor: int, size: int) -> mmap.mmap | None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from hyper_resume import collective
+import torch
+
+from hyper_resume import collective, device
 from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.checkpoint import loading
 from hyper_resume.checkpoint.attempt import SAVE_ID, mark_shards
@@ -78,6 +80,9 @@ def prepare(
     _check_shared(attempt.staging)
     flat, places = flatten(payload)
     layout = (*layout_of(flat, places), (training_state is not None, *(training_state or ())))
+    # Threads look at the tensors next, each with streams of its own on a device: what is still computed is waited for.
+    for kind in {value.device.type for value in flat.values() if isinstance(value, torch.Tensor)}:
+        device.synchronize(kind)
     buckets = extra.bucket_digests(training_state or {})
     part = OwnPart(payload, flat, layout, loading.name_digests(flat), buckets)
     if how == "thread":

@@ -78,11 +78,13 @@ class Proof:
 
     Attributes:
         content: all of the file.
+        expected: the digest that it was held against, as text.
         identity: what a change of the file changes.
         segments: by their beginnings.
     """
 
     content: memoryview
+    expected: str
     identity: tuple[int, ...]
     segments: dict[int, Segment]
 
@@ -137,7 +139,9 @@ def verify(file: InputFile, expected: str) -> tuple[str, Proof | None]:
         more = f" and {len(damaged) - _MOST_SHOWN} more" if len(damaged) > _MOST_SHOWN else ""
         return f"expected digest {expected}, found other bytes at {', '.join(spans)}{more}", None
     content = file.whole()
-    return "", None if content is None else Proof(content, before, {segment.begin: segment for segment in segments})
+    return "", None if content is None else Proof(
+        content, expected, before, {segment.begin: segment for segment in segments}
+    )
 
 
 def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:

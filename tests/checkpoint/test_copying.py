@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import xxhash
 
-from hyper_resume.checkpoint.copying import copy_and_digest
+from hyper_resume.checkpoint.copying import copy_and_digest, start
 
 _SMALL = 256 << 10
 _PART = 2 << 20
@@ -52,12 +53,18 @@ def test_many_of_all_sizes_are_told_apart_by_their_places() -> None:
     _check([_made(1 + number * 97_003 % (5 << 20), number) for number in range(60)])
 
 
+class _Own(torch.Tensor):
+    pass
+
+
 KINDS: dict[str, Any] = {
     "float32": lambda: _made(4 << 20).view(torch.float32),
     "not a number": lambda: _made(4 << 20).view(torch.float32).fill_(float("nan")),
     "bfloat16": lambda: _made(4 << 20).view(torch.bfloat16),
     "complex": lambda: _made(4 << 20).view(torch.complex64),
     "conjugated": lambda: torch.view_as_complex(torch.rand(300_000, 2)).conj(),
+    "negated, in its shape": lambda: torch.randn(500, 400)._neg_view(),
+    "of a subclass": lambda: torch.rand(500, 400).as_subclass(_Own),
     "negated": lambda: torch.view_as_complex(torch.rand(300_000, 2)).conj().imag,
     "bool": lambda: _made(4 << 20) > 100,
     "a matrix": lambda: _made(4 << 20).view(torch.float32).view(1024, 1024),
@@ -80,3 +87,41 @@ def test_nothing_is_copied_to_nothing() -> None:
     assert copy_and_digest([]) == []
     empty = torch.empty(0, 3)
     assert copy_and_digest([(empty, torch.empty(0, 3))]) == [xxhash.xxh3_128_digest(b"")]
+
+
+class _Refusing(ThreadPoolExecutor):
+    """Takes the first task and then has no thread for it, as where no more processes are allowed."""
+
+    refused = 0
+
+    def _adjust_thread_count(self) -> None:
+        if not self.refused:
+            self.refused += 1
+            raise RuntimeError("can't start new thread")
+        super()._adjust_thread_count()
+
+
+def test_a_task_that_was_taken_though_no_thread_could_be_started_is_done_once() -> None:
+    done: list[int] = []
+    with _Refusing(1) as pool:
+        found = [start(pool, lambda item: done.append(item) or item * 2, item) for item in range(5)]
+        assert [future.result() for future in found] == [0, 2, 4, 6, 8]
+    assert done == [0, 1, 2, 3, 4]
+
+
+def test_a_digest_is_of_what_was_copied_also_where_the_copy_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every kind of tensor on the CPU: what is wrong in the copy shows when it is loaded."""
+    for source in (KINDS["transposed"](), KINDS["expanded"](), KINDS["every other"]()):
+        original = torch.Tensor.copy_
+
+        def damaging(target: torch.Tensor, other: torch.Tensor, original: Any = original) -> torch.Tensor:
+            original(target, other)
+            target.view(-1)[0] += 1
+            return target
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", damaging)
+            room = _room(source)
+            (found,) = copy_and_digest([(room, source)])
+        assert not torch.equal(room, source)
+        assert found == _expected(source)

@@ -105,7 +105,7 @@ LATER = {
     "unreadable": "PermissionError",
     "gone": "__0_0.distcp",
     "cut": "__0_0.distcp",
-    "one value": "the model bucket was read otherwise than it was saved",
+    "one value": "a file of the checkpoint was changed after it was verified",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
@@ -336,3 +337,17 @@ def test_the_device_is_set_to_work_on_each_part_once_and_in_order(tmp_path: Path
     assert begins == [0, *ends[:-1]]
     assert all(name == "sync_file_range" and length >= part and how == write for name, (_, length, how) in asked)
     assert ends[-1] > path.stat().st_size - part
+
+
+def test_a_signal_while_room_is_set_aside_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may ask to try again. No file system here does, so a stand-in asks twice."""
+    answers = [errno.EINTR, errno.EINTR, 0]
+
+    def interrupted(*_: int) -> int:
+        ctypes.set_errno(answers[0])
+        return -1 if answers.pop(0) else 0
+
+    monkeypatch.setattr(operations, "_kernel_function", lambda name: interrupted)
+    with operations.current().create(tmp_path / "file") as file:
+        file.reserve(100)
+    assert answers == []

@@ -126,7 +126,8 @@ def test_the_digest_of_a_large_tensor_is_known_and_is_that_of_its_bytes(saved: P
     assert all(torch.equal(found.values[f"model.{name}"], value) for name, value in state.items())
 
 
-def test_what_was_written_to_a_file_after_it_was_verified_is_not_taken_for_verified(saved: Path) -> None:
+@pytest.mark.parametrize("is_harmless", [False, True])
+def test_a_file_that_was_changed_after_it_was_verified_is_verified_again(saved: Path, is_harmless: bool) -> None:
     found = manifest.read_manifest(saved)
     assert found is not None
     proofs: dict[str, segments.Proof] = {}
@@ -136,14 +137,20 @@ def test_what_was_written_to_a_file_after_it_was_verified_is_not_taken_for_verif
     content = bytearray(_shard(saved).read_bytes())
     weights = _state()["model"]["a"].numpy().tobytes()
     place = content.index(weights)
-    content[place : place + 4] = bytes(4)
+    content[place : place + 4] = weights[:4] if is_harmless else bytes(4)
     with _shard(saved).open("r+b") as file:
         file.write(content)
     # A later moment, whatever the clock of the file system can tell.
     os.utime(_shard(saved), ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    read = load_entries({"model.a": None}, saved, metadata, proofs)
-    assert read.data_digests == {}
-    assert read.values["model.a"][0] == 0.0
+    if is_harmless:
+        read = load_entries({"model.a": None}, saved, metadata, proofs)
+        assert read.data_digests == {"model.a": xxhash.xxh3_128_digest(weights)}
+        assert torch.equal(read.values["model.a"], _state()["model"]["a"])
+    else:
+        with pytest.raises(
+            CheckpointMismatchError, match=r"changed after it was verified.*__0_0\.distcp.*other bytes at"
+        ):
+            load_entries({"model.a": None}, saved, metadata, proofs)
 
 
 def test_damage_is_told_by_its_place_in_the_file(saved: Path) -> None:
