@@ -25,9 +25,9 @@ def sweep(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_the_last_changes_of_a_save_are_the_commit_and_the_pointer_and_a_kill_before_them_keeps_the_old_step(
     tmp_path: Path,
 ) -> None:
-    # The 20th change of rank 0 is the rename that makes the step directory visible.
+    # The 21st change of rank 0 is the rename that makes the step directory visible.
     # Both modes train the same reference.
-    done = sweep(tmp_path / "run", "--mode", "sync", "--mode", "again", "--point", "0:20")
+    done = sweep(tmp_path / "run", "--mode", "sync", "--mode", "again", "--point", "0:21")
     assert done.returncode == 0, done.stdout + done.stderr
     points, _ = re.findall(r"1 of (\d+) points tried, 0 red", done.stdout)
     # Each of four ranks makes, writes and syncs its file of training state and its shards.
