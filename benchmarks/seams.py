@@ -67,7 +67,7 @@ def _told(of_rank: Sequence[WriteResult], *, all_known: bool) -> list[WriteResul
 def _writer(folder: Path, cache: PlanCache, world_size: int) -> ShardWriter:
     """A writer for a new staging directory."""
     staging = folder / uuid.uuid4().hex
-    staging.mkdir()
+    staging.mkdir(parents=True)
     draft = Manifest(
         step=1,
         attempt=staging.name,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks import coordinator, memory, seams
 from benchmarks.protocol import (
@@ -19,6 +16,7 @@ from benchmarks.protocol import (
     Scenario,
     UnableError,
 )
+from benchmarks.subjects.save import deleting
 
 STOCK = "stock DCP, every save"
 OURS = "hyper_resume, second save"
@@ -73,7 +71,7 @@ def build(point: Point, context: Context) -> Scenario:
                 name=OURS,
                 role="ours",
                 # Stock writes over what it wrote in the round before; what is kept instead would take new memory every time.
-                before=lambda: _empty(context.folder / "ours"),
+                before=deleting(context.folder / "ours"),
                 call=seams.plan_second_save(plans, results, context.folder / "ours"),
                 note="the same layout as in the save before",
             ),
@@ -88,12 +86,6 @@ def build(point: Point, context: Context) -> Scenario:
             )
         ],
     )
-
-
-def _empty(folder: Path) -> None:
-    for entry in folder.iterdir():
-        shutil.rmtree(entry)
-    os.sync()
 
 
 def _check(planned: int, world: int) -> None:

@@ -123,7 +123,7 @@ def copy_and_digest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[
         pairs: of equal shapes and types; no two of the first share memory, and those are contiguous.
     """
     found: dict[int, bytes] = {}
-    large: list[tuple[int, Any, Any]] = []
+    large: dict[int, tuple[Any, Any]] = {}
     other: list[int] = []
     small: list[int] = []
     for place, (target, source) in enumerate(pairs):
@@ -131,10 +131,10 @@ def copy_and_digest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[
             small.append(place)
         elif source.is_cpu and source.layout is torch.strided and source.is_contiguous():
             # Made here: each thread would hold up the other with it.
-            large.append((place, digest.bytes_of(target), digest.bytes_of(source)))
+            large[place] = digest.bytes_of(target), digest.bytes_of(source)
         else:
             other.append(place)
-    found.update(zip([place for place, _, _ in large], in_threads(_copy_array, large), strict=True))
+    found.update(zip(large, in_threads(_copy_array, list(large.values())), strict=True))
     found.update(zip(other, in_threads(lambda place: _copy_other(*pairs[place]), other), strict=True))
     _copy_many([pairs[place] for place in small])
     for place in small:
@@ -150,10 +150,9 @@ def _copy_other(target: torch.Tensor, source: torch.Tensor) -> bytes:
     return digest.data_digest(digest.bytes_of(source if source.is_cpu else target))
 
 
-def _copy_array(arrays: tuple[int, Any, Any]) -> bytes:
-    _, *both = arrays
+def _copy_array(arrays: tuple[Any, Any]) -> bytes:
     # One may be flat already, and the other in its shape.
-    there, here = (memoryview(array).cast("B") for array in both)
+    there, here = (memoryview(array).cast("B") for array in arrays)
     hasher = digest.FileHasher()
     for begin in range(0, len(here), _AT_HAND_BYTES):
         part = np.frombuffer(here[begin : begin + _AT_HAND_BYTES], np.uint8)

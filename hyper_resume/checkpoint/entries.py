@@ -92,7 +92,7 @@ class Entries:
                 else:
                     ranges.setdefault(place.relative_path, []).append((begin, end))
         for file_name, (begin, end) in spans.items():
-            # They were in memory a moment ago, and costs next to nothing then.
+            # They were in memory a moment ago; where they still are it costs next to nothing.
             operations.bring_mapped(self._proofs[file_name].content, begin, end - begin)
         for file_name, found in sorted(ranges.items()):
             file = self._file(file_name)
@@ -166,6 +166,7 @@ class Entries:
         entry = self._described[name]
         assert isinstance(entry, TensorStorageMetadata)  # it is of the kind of ``live``
         if not isinstance(live, DTensor):
+            # Nearly all are, and there are many: the way through the boxes would take a tenth of a load's time.
             if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.size:
                 return self._chunk(name, entry, entry.chunks[0], self._places_of(name)[0], is_all=True)
             return self._box(name, entry, (0,) * len(entry.size), tuple(entry.size))

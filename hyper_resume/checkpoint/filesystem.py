@@ -114,7 +114,8 @@ class ShardWriter(StorageWriter):
             Stream(file, with_table=True) as stream,
             ThreadPoolExecutor(1, thread_name_prefix="hyper_resume-digest") as thread,
         ):
-            digested = start(thread, lambda digest_buckets: digest_buckets(), self._digest_buckets or dict)
+            take = self._digest_buckets
+            digested = None if take is None else start(thread, lambda take: take(), take)
             file.reserve(sum(_least_bytes(item) for item in items))
             for item in items:
                 begin = stream.align(archive.ALIGNMENT)
@@ -123,7 +124,7 @@ class ShardWriter(StorageWriter):
                 places.append((item, begin, stream.size_bytes - begin))
             found = stream.finish()
             file.sync()
-            buckets = digested.result()
+            buckets = {} if digested is None else digested.result()
             entry = FileEntry(size_bytes=stream.size_bytes, digest=found, rank=rank)
         is_known = self._cache is not None and self._cache.know_places(places)
         results: list[WriteResult] = [

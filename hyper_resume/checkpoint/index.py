@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hyper_resume.checkpoint.copying import uncollected
-from hyper_resume.checkpoint.metadata_structure import cover_complaint, is_possible, path_complaint
+from hyper_resume.checkpoint.metadata_structure import box_complaint, cover_complaint, is_possible, path_complaint
 from hyper_resume.checkpoint.pickle_subset import shorten
 from hyper_resume.checkpoint.plain_json import Form, FormError, parse_json
 from hyper_resume.errors import CheckpointMismatchError, describe
@@ -150,7 +150,7 @@ class _Reader:
             parts.append(part)
             # Nearly all are.
             is_whole = part.sizes == size and len(part.offsets) == len(size) and not any(part.offsets)
-            complaint = "" if is_whole else _chunk_complaint(part, size)
+            complaint = "" if is_whole else box_complaint(size, part)
             if complaint:
                 raise FormError(f"entry {shorten(name)}: {complaint}")
             index = MetadataIndex(name, part.offsets)
@@ -186,14 +186,6 @@ class _Reader:
             if number == last and begin < end:
                 raise FormError(f"entries share bytes of {shorten(self._files[number])}")
             last, end = number, until
-
-
-def _chunk_complaint(part: ChunkStorageMetadata, size: torch.Size) -> str:
-    if len(part.offsets) != len(size) or len(part.sizes) != len(size):
-        return "a chunk of another number of dimensions"
-    if any(begin + most > whole for begin, most, whole in zip(part.offsets, part.sizes, size, strict=True)):
-        return "a chunk that reaches out of the tensor"
-    return ""
 
 
 def _size(numbers: Any) -> torch.Size:

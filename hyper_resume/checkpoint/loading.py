@@ -87,8 +87,7 @@ def verify(
         for name, entry in sorted(manifest.files.items())
         if entry.rank % world_size == rank and _part_of(name) in parts
     ]
-    known: dict[str, Proof] = {} if proofs is None else proofs
-    check = partial(_verify_one, directory, manifest, known, digests=how == "digest")
+    check = partial(_verify_one, directory, manifest, proofs, digests=how == "digest")
     found = collective.agree(lambda: [complaint for name in own if (complaint := check(name))], group)
     complaints = [complaint for of_rank in collective.gather(found, group) for complaint in of_rank]
     complaints = [*wrong_name(directory, manifest), *complaints]
@@ -178,7 +177,9 @@ def _refuse_lost_manifest(directory: Path, metadata: Metadata) -> None:
         )
 
 
-def _verify_one(directory: Path, manifest: Manifest, proofs: dict[str, Proof], name: str, *, digests: bool) -> str:
+def _verify_one(
+    directory: Path, manifest: Manifest, proofs: dict[str, Proof] | None, name: str, *, digests: bool
+) -> str:
     complaints = verify_files(directory, manifest, [name], digests=digests, proofs=proofs)
     return complaints[0] + _origin(directory / name, manifest) if complaints else ""
 
@@ -193,7 +194,10 @@ def _origin(path: Path, manifest: Manifest) -> str:
         size = path.stat().st_size
         twins = [name for name, entry in manifest.files.items() if entry.size_bytes == size and path.name not in name]
         told = {name: manifest.files[name].digest for name in twins}
-        same = [name for name in twins if told[name] == digest_file(path, like=told[name])]
+        # Once for each way of taking it, however many files there are.
+        ways = {text.rpartition(":")[0]: text for text in told.values()}
+        found = {digest_file(path, like=text) for text in ways.values()}
+        same = [name for name in twins if told[name] in found]
     except OSError:
         return ""
     return f" (it has the content of {same[0]})" if same else ""

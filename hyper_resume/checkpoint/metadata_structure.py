@@ -147,15 +147,23 @@ def is_possible(size: torch.Size, dtype: torch.dtype) -> bool:
 
 
 def _chunk_complaint(entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, place: Any) -> str:
-    if not len(chunk.offsets) == len(chunk.sizes) == len(entry.size):
-        return "a chunk of another number of dimensions"
-    if any(begin + size > whole for begin, size, whole in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)):
-        return "a chunk that reaches out of the tensor"
+    complaint = box_complaint(entry.size, chunk)
+    if complaint:
+        return complaint
     if place is None:
         return "a chunk that has no place"
     smallest = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
     if smallest > place.length and not place.transform_descriptors:
         return f"{smallest} bytes of values in {place.length} bytes of a file"
+    return ""
+
+
+def box_complaint(size: torch.Size, chunk: ChunkStorageMetadata) -> str:
+    """Return how ``chunk`` is no part of a tensor of shape ``size``; "" when it is one."""
+    if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+        return "a chunk of another number of dimensions"
+    if any(begin + most > whole for begin, most, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+        return "a chunk that reaches out of the tensor"
     return ""
 
 

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -111,8 +110,6 @@ class CachingPlanner(DefaultSavePlanner):
         """Take what is to be saved."""
         self.state_dict, self.mappings = flatten(state_dict)
         self.is_coordinator = is_coordinator
-        if not self._reuse and any(isinstance(value, ShardedTensor) for value in self.state_dict.values()):
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         """Plan this rank's part."""

@@ -27,28 +27,27 @@ _WHOLE = (torch.Tensor, torch.nn.Parameter)
 def local_items(flat: Mapping[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
     """Return what this rank offers to write of a flat state."""
     kinds: dict[Any, TensorWriteData] = {}
+    properties: dict[Any, TensorProperties] = {}
     items: list[WriteItem] = []
     for name, value in flat.items():
         if type(value) not in _WHOLE:
             items += create_default_local_save_plan({name: value}, is_coordinator).items
             continue
-        kind = value.dtype, value.layout, value.requires_grad, value.is_pinned(), value.shape
-        data = kinds.get(kind)
+        kind = value.dtype, value.layout, value.requires_grad, value.is_pinned()
+        data = kinds.get((kind, value.shape))
         if data is None:
-            data = kinds[kind] = _whole(value, kinds)
+            # Those that differ in shape alone have the same.
+            own = properties.setdefault(kind, TensorProperties.create_from_tensor(value))
+            data = kinds[kind, value.shape] = _whole(value.size(), own)
         # The place in the list of chunks is a hint that does not count when indices are compared.
         index = MetadataIndex(name, data.chunk.offsets, 0)
         items.append(WriteItem(index=index, type=WriteItemType.TENSOR, tensor_data=data))
     return items
 
 
-def _whole(tensor: torch.Tensor, kinds: Mapping[Any, TensorWriteData]) -> TensorWriteData:
-    properties = TensorProperties.create_from_tensor(tensor)
-    # Of those that differ in shape alone.
-    same = [data.properties for data in kinds.values() if data.properties == properties]
-    size = tensor.size()
+def _whole(size: torch.Size, properties: TensorProperties) -> TensorWriteData:
     chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-    return TensorWriteData(chunk=chunk, properties=same[0] if same else properties, size=size)
+    return TensorWriteData(chunk=chunk, properties=properties, size=size)
 
 
 def metadata_of_one(plans: Sequence[SavePlan]) -> Metadata | None:

@@ -87,7 +87,7 @@ def test_a_kill_that_its_soak_does_not_tell_of_counts_all_the_same(tmp_path: Pat
 
 def test_paths_of_a_machine_stay_out_of_kills(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run", suite="sweep", platform="cpu4")
-    run.soak("sweep.sync", [{"what": "rename /root/secret/place/of/this/machine/a to b"}])
+    run.soak("sweep.sync", [{"what": "rename /data/secret/place/of/this/machine/a to b"}])
     (kill,) = assemble(read_run([run.finish()])).report.kills
     assert kill.what == "rename …/machine/a to b"
 
@@ -242,7 +242,7 @@ def test_what_is_no_number_has_no_distance(column: str, reference: str, resumed:
     ("text", "shown"),
     [
         ("FileNotFoundError: /no/such/dir", "FileNotFoundError: /no/such/dir"),
-        ("in /home/me/work/run-7/C9/disk/x.pt", "in …/disk/x.pt"),
+        ("in /data/me/work/run-7/C9/disk/x.pt", "in …/disk/x.pt"),
         ("/opt/a/b/c/lib/python3.11/site-packages/torch/x.py:3", "site-packages/torch/x.py:3"),
         ("checkpoints/global_step_4/.metadata", "checkpoints/global_step_4/.metadata"),
         ("../../disk/checkpoints/global_step_10", "../../disk/checkpoints/global_step_10"),
