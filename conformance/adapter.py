@@ -5,6 +5,7 @@ A :class:`Job` is all that a trainer is told. It has no place for an expectation
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import json
 import os
@@ -64,7 +65,7 @@ class JobFault:
     after_step: int
     moment: Moment
     rank: int | None
-    operation: int | None
+    operation: int | str | None
     victims: str
 
     def is_awaited_by(self, world_size: int) -> tuple[int, ...]:
@@ -72,6 +73,12 @@ class JobFault:
         if self.moment in _OF_RANK_ZERO:
             return (0,)
         return tuple(range(world_size)) if self.rank is None else (self.rank,)
+
+    def is_operation(self, number: int, what: str, where: str) -> bool:
+        """True for the change on disk that its ``operation`` numbers, and for every one that it names."""
+        if isinstance(self.operation, str):
+            return fnmatch.fnmatchcase(f"{what} {where}", self.operation)
+        return number == self.operation
 
     def strikes(self, world_size: int, nodes: int) -> tuple[int, ...]:
         """The ranks that it is done to, of a leg of ``world_size`` on ``nodes`` of equal size; by way of their launcher too."""

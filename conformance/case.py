@@ -281,6 +281,8 @@ def _fault_problem(leg: LegStep, world_size: int) -> str:
     placed = (fault.rank, fault.operation)
     if (fault.moment == "file_operation") != (None not in placed) or placed.count(None) == 1:
         return "its fault: file_operation has rank and operation, no other moment has them"
+    if isinstance(fault.operation, str) and not fault.operation.partition(" ")[2]:
+        return f"its fault: operation {fault.operation!r} is neither a number nor a name such as 'fsync *.distcp'"
     if fault.rank is not None and not 0 <= fault.rank < world_size:
         return f"its fault: there is no rank {fault.rank}"
     kind, _, number = fault.victims.partition("-")

@@ -14,8 +14,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from conformance.adapter import Adapter, Job, write_job
-from conformance.evidence import DISK_AFTER, DISK_BEFORE, JOB_NAME, EvidenceError, rank_log, read_events, take_listing
+from conformance.adapter import Adapter, Job, JobFault, write_job
+from conformance.evidence import (
+    DISK_AFTER,
+    DISK_BEFORE,
+    JOB_NAME,
+    Event,
+    EvidenceError,
+    rank_log,
+    read_events,
+    take_listing,
+)
 from conformance.faults import POINTER_NAME
 from conformance.launching import HostError, Launcher, LegOrder, Rank, RunningLeg
 from conformance.probe import JOB_VARIABLE
@@ -205,7 +214,7 @@ def _asked(plan: LegPlan, life: _Life) -> AskedFault | None:
         after_step=fault.after_step,
         moment=fault.moment,
         rank=fault.rank,
-        operation=fault.operation,
+        operation=_operation_number(plan, fault),
         victims=fault.victims,
         awaited=fault.is_awaited_by(plan.job.world_size),
         struck=fault.strikes(plan.job.world_size, plan.job.nodes),
@@ -213,12 +222,26 @@ def _asked(plan: LegPlan, life: _Life) -> AskedFault | None:
     )
 
 
+def _operation_number(plan: LegPlan, fault: JobFault) -> int | None:
+    if not isinstance(fault.operation, str):
+        return fault.operation
+    for event in _events(plan, fault.rank or 0):
+        place = event.data
+        is_of_save = event.kind == "operation" and place["save"] == fault.after_step
+        if is_of_save and fault.is_operation(place["number"], place["what"], place["where"]):
+            return int(place["number"])
+    return None
+
+
 def _raised(plan: LegPlan, rank: int) -> bool:
+    return any(event.kind == "fault" for event in _events(plan, rank))
+
+
+def _events(plan: LegPlan, rank: int) -> Sequence[Event]:
     try:
-        events = read_events(plan.folder / f"events_rank_{rank}.jsonl", rank)
+        return read_events(plan.folder / f"events_rank_{rank}.jsonl", rank)
     except EvidenceError:
-        return False
-    return any(event.kind == "fault" for event in events)
+        return ()
 
 
 def _collect(plan: LegPlan, adapter: Adapter) -> str | None:

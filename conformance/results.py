@@ -99,7 +99,7 @@ class AskedFault:
     """The fault that a leg was asked to meet, and which ranks waited at (or raised at) that very place.
 
     ``awaited`` are those that had to; ``struck`` the ranks that it was done to. ``rank`` and ``operation`` place a
-    ``file_operation``.
+    ``file_operation``; of one that the case names, ``operation`` is the number that it had, None if it never came.
     """
 
     kind: Literal["kill", "terminate", "raise"]

@@ -30,9 +30,10 @@ class LegFault:
         directory is visible and the pointer is still the old one; ``before_retention`` when the pointer names it and nothing
         outdated is deleted yet (at these three rank 0 alone waits); ``during_load`` while the
         checkpoint of that step (0: of whichever step) is loaded, before the first tensor is read; ``file_operation`` right
-        before a change on disk that ``rank`` makes in the save of that step, the ``operation``-th, from 1 (see
-        :mod:`conformance.file_operations`). Only that rank waits there, the others are wherever they are. All but the first
-        three need a save (or a checkpoint) of that step.
+        before a change on disk that ``rank`` makes in the save of that step (see :mod:`conformance.file_operations`): the
+        ``operation``-th, from 1, or the first that ``operation`` names (``fsync *.distcp``: what, and a pattern for where);
+        a case names it, as how many there are is the trainer's affair. Only that rank waits there, the others are wherever
+        they are. All but the first three need a save (or a checkpoint) of that step.
     victims: ``all`` the ranks, and whatever started them; ``rank-2`` that rank alone; ``node-1`` a node's launcher with
         its ranks; ``launcher-0`` a node's launcher alone, which passes a SIGTERM on to its ranks (torchrun only). Who is
         spared goes on, and has to end by itself with an error.
@@ -42,7 +43,7 @@ class LegFault:
     after_step: int
     moment: Moment = "after_step"
     rank: int | None = None
-    operation: int | None = None
+    operation: int | str | None = None
     victims: str = "all"
 
 

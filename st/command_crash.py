@@ -45,7 +45,12 @@ def add(verbs: Any) -> None:
     sweep.add_argument(
         "--share", type=_share, default=1.0, metavar="X", help="of the points, drawn by the seed; default 1"
     )
-    sweep.add_argument("--point", type=_point, metavar="RANK:OPERATION", help="this one alone")
+    sweep.add_argument(
+        "--point",
+        type=_point,
+        metavar="RANK:OPERATION",
+        help="this one alone: by its number, or the first of a name ('0:rename global_step_6')",
+    )
     sweep.add_argument("--jobs", type=int, default=2, help="points at a time; default 2")
     sweep.add_argument("--keep", action="store_true", help="keep what green points leave")
     sweep.set_defaults(do=_sweep)
@@ -67,9 +72,10 @@ def _share(text: str) -> float:
 
 def _point(text: str) -> Point:
     rank, _, operation = text.partition(":")
-    if not (rank.isdigit() and operation.isdigit()):
-        raise argparse.ArgumentTypeError("RANK:OPERATION, two numbers")
-    return Point(rank=int(rank), operation=int(operation), what="")
+    is_number = operation.isdigit()
+    if not rank.isdigit() or not (is_number or " " in operation):
+        raise argparse.ArgumentTypeError("RANK:OPERATION, a number and a number or a name, '0:rename global_step_6'")
+    return Point(rank=int(rank), operation=int(operation) if is_number else 0, what="" if is_number else operation)
 
 
 def _soak(options: argparse.Namespace, words: Sequence[str]) -> int:

@@ -323,6 +323,8 @@ class _Story:
         if before is None:
             return
         kill, killed, seconds = before
+        operation = kill.fault.operation
+        assert not isinstance(operation, str)  # it was drawn
         record = KillRecord(
             key=f"soak.{self._name}",
             number=kill.number,
@@ -330,7 +332,7 @@ class _Story:
             moment=kill.fault.moment,
             step=kill.fault.after_step,
             rank=kill.fault.rank,
-            operation=kill.fault.operation,
+            operation=operation,
             what=kill.words,
             victims=kill.fault.victims,
             last_step=killed.last_step if killed else None,

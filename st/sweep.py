@@ -7,6 +7,7 @@ from LATEST and trains to the end. The other ranks are killed wherever they are 
 
 from __future__ import annotations
 
+import fnmatch
 import random
 import shutil
 import time
@@ -113,7 +114,7 @@ class Sweep:
             share: of the points that is tried, drawn by ``seed``; 1 is all of them.
             seed: of the draw.
             jobs: points at a time.
-            only: this one alone (its ``what`` is looked up).
+            only: this one alone: of its rank the one of its number, or the first whose ``what`` matches its ``what``.
             tell: called with each point, in order.
 
         Raises:
@@ -227,13 +228,17 @@ def _fault(point: Point) -> LegFault:
 
 def _choose(points: Sequence[Point], share: float, seed: int, only: Point | None) -> list[Point]:
     if only is not None:
-        chosen = [item for item in points if (item.rank, item.operation) == (only.rank, only.operation)]
+        chosen = [item for item in points if item.rank == only.rank and _is_meant(item, only)]
         if not chosen:
-            raise LifeError(f"the save has no file operation {only.operation} of rank {only.rank}")
-        return chosen
+            raise LifeError(f"the save has no file operation {only.what or only.operation} of rank {only.rank}")
+        return chosen[:1]
     count = max(1, round(share * len(points)))
     drawn = sorted(random.Random(seed).sample(range(len(points)), count))
     return [points[place] for place in drawn]
+
+
+def _is_meant(point: Point, only: Point) -> bool:
+    return fnmatch.fnmatchcase(point.what, only.what) if only.what else point.operation == only.operation
 
 
 def _require_little_lost(training: Training, killed: Life, resumed: Life) -> None:

@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not by name
 
+from conformance.joining import wait_for_all
+
 GROUP_TIMEOUT = timedelta(seconds=30)
 # What a failing rank's peers get to report errors of their own before they are killed.
 GRACE_SECONDS = 2.0
@@ -173,6 +175,7 @@ def _rank_main(
         try:
             store = TCPStore("127.0.0.1", port, is_master=False)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+            wait_for_all(store, rank, world_size, GROUP_TIMEOUT)
             function, args = pickle.loads(payload)
             message = pickle.dumps(_Outcome(value=function(*args)))
         except BaseException as error:  # noqa: BLE001  # SystemExit and pytest's own outcomes are results here too

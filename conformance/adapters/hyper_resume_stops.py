@@ -33,6 +33,7 @@ class Stops:
         self._lock = threading.Lock()
         self._save: int | None = None
         self._numbers: Counter[int] = Counter()
+        self._is_reached = False
         self._moment = job.fault.moment if job.fault else None
         if self._moment in _BEGINNINGS:
             self._ask_at(self._moment, *_BEGINNINGS[self._moment])
@@ -72,13 +73,18 @@ class Stops:
             save = self._save
             self._numbers[save] += 1
             number = self._numbers[save]
-        fault = self._job.fault
-        here = (self._probe.rank, save, number)
-        is_here = fault is not None and here == (fault.rank, fault.after_step, fault.operation)
+            is_here = not self._is_reached and self._is_asked(save, number, what, where)
+            self._is_reached |= is_here
         if self._job.given.tell_operations or is_here:
             self._probe.event("operation", save=save, number=number, what=what, where=where)
         if is_here:
             self._probe.moment("file_operation", save)
+
+    def _is_asked(self, save: int, number: int, what: str, where: str) -> bool:
+        fault = self._job.fault
+        if fault is None or (self._probe.rank, save) != (fault.rank, fault.after_step):
+            return False
+        return fault.is_operation(number, what, where)
 
 
 def _watch_exchanges(watched: FileOperations) -> None:

@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from conformance.joining import wait_for_all
+
 LIMIT_SECONDS = 20.0
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 # What a save or a load imports on its way, so that a rank finds it there; torch._dynamo alone takes a second.
@@ -78,8 +80,8 @@ def run_ranks(
     torch's error there; by default it goes on waiting, to be found hanging.
 
     Closures are fine, nothing but the results is pickled. RANK, LOCAL_RANK and WORLD_SIZE are set as torchrun sets them. No
-    rank leaves before all have told their result, so none is missed in another's last collective. To be called in a process
-    without threads (a worker, or :func:`run_alone`).
+    rank begins before all have joined the group, and none leaves before all have told their result, so none is missed in
+    another's handshake or last collective. To be called in a process without threads (a worker, or :func:`run_alone`).
     """
     folder = tempfile.mkdtemp(prefix="ranks-", dir=scratch())
     try:
@@ -114,13 +116,10 @@ def _join_group(store: str, rank: int, world_size: int, collective_seconds: floa
     )
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo",
-        store=FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=collective_seconds),
-    )
+    timeout = timedelta(seconds=collective_seconds)
+    meeting = FileStore(store, world_size)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=timeout)
+    wait_for_all(meeting, rank, world_size, timeout)
 
 
 def _run_forked(life: Callable[[int], Any], world_size: int, limit_seconds: float) -> list[Ended]:

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # exported, but not by name
 
+from conformance.joining import wait_for_all
+
 
 class TestGroup:
     """One process group after the other, each met over a new file in a folder that all ranks see."""
@@ -41,6 +43,7 @@ class TestGroup:
         self._number += 1
         store = FileStore(str(self._folder / f"group-{self._number}"), self._size)
         dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size, timeout=self._limit)
+        wait_for_all(store, self._rank, self._size, self._limit)
 
     def check_matched(self) -> None:
         """Meet every rank once more: one that was in a collective too many or too few fails in this test, not the next."""

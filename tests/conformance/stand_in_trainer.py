@@ -85,6 +85,10 @@ def meet_defect_after_step(probe: Probe, step: int) -> None:
         hang_here(probe)
     if defect() == "fails-when-spared" and is_spared:
         raise ConnectionError("the others are gone")
+    if defect() == "renames-on-disk" and probe.rank == 1:
+        for number, what in ((7, "write"), (8, "rename")):
+            probe.event("operation", save=step, number=number + step, what=what, where=f"global_step_{step}")
+        probe.moment("file_operation", step)
 
 
 def train(probe: Probe) -> None:

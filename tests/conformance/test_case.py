@@ -78,6 +78,10 @@ def test_what_is_unknown_or_ill_said_is_refused(tmp_path: Path, old: str, new: s
         ("nodes: 0", "2 ranks can't be 0 nodes of one size"),
         ("fault: {moment: file_operation}", "file_operation has rank and operation, no other moment has them"),
         ("fault: {moment: file_operation, rank: 1}", "file_operation has rank and operation"),
+        (
+            "fault: {moment: file_operation, rank: 1, operation: fsync}",
+            "'fsync' is neither a number nor a name such as",
+        ),
         ("fault: {rank: 1, operation: 1}", "file_operation has rank and operation"),
         ("fault: {moment: file_operation, rank: 2, operation: 1}", "there is no rank 2"),
         ("fault: {moment: at-lunch}", "expected one of after_step"),

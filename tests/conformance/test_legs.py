@@ -110,6 +110,20 @@ def test_a_file_operation_that_never_comes_is_awaited_of_its_rank_only(run: Run)
     assert (ends(record), fault.reached_by) == ([0, 0], ())
 
 
+def test_a_file_operation_that_a_case_names_is_recorded_by_the_number_that_it_had(run: Run) -> None:
+    place = {"moment": "file_operation", "rank": 1, "operation": "rename global_step_*"}
+    record = run("renames-on-disk", ranks=2, fault={"kind": "kill", "after_step": 2, **place})
+    assert record.fault is not None
+    assert (record.fault.operation, record.fault.awaited, record.fault.reached_by) == (10, (1,), (1,))
+
+
+def test_a_named_file_operation_that_never_comes_has_no_number(run: Run) -> None:
+    place = {"moment": "file_operation", "rank": 1, "operation": "rename global_step_*"}
+    record = run(ranks=2, fault={"kind": "kill", "after_step": 2, **place})
+    assert record.fault is not None
+    assert (record.fault.operation, record.fault.reached_by) == (None, ())
+
+
 def test_what_is_not_started_is_trouble(tmp_path: Path) -> None:
     with hosts_in(tmp_path) as hosts:
         record = run_one(tmp_path / "two", hosts, StandInAdapter(), ranks=2, nodes=2)

@@ -388,6 +388,35 @@ def test_ranks_return_raise_die_or_hang_and_each_is_told(worker: Workers) -> Non
     assert [(end.error, end.message) for end in failed] == [("KeyError", "'gone'")] * 2
 
 
+def _begin_beside_a_slow_rank(_: None) -> list[Ended]:
+    import os
+    import time
+
+    import torch.distributed as dist
+
+    join = dist.init_process_group
+    joined = []
+
+    def slowly(*args: Any, **more: Any) -> None:
+        join(*args, **more)
+        if os.environ["RANK"] == "1":
+            time.sleep(0.3)
+        joined.append(time.monotonic())
+
+    dist.init_process_group = slowly
+    try:
+        return run_ranks(lambda: (joined[0], time.monotonic()))
+    finally:
+        dist.init_process_group = join
+
+
+def test_no_rank_begins_before_all_have_joined(worker: Workers) -> None:
+    """One that dies at once would otherwise be missed in another's handshake: found as a test that failed once in 240."""
+    (ends,) = worker.map(_begin_beside_a_slow_rank, [None])
+    times = [end.value for end in ends]
+    assert min(began for _, began in times) >= max(joined for joined, _ in times)
+
+
 def _fail(job: int) -> int:
     raise ValueError(f"job {job}")
 

@@ -25,9 +25,9 @@ def sweep(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_the_last_changes_of_a_save_are_the_commit_and_the_pointer_and_a_kill_before_them_keeps_the_old_step(
     tmp_path: Path,
 ) -> None:
-    # The 21st change of rank 0 is the rename that makes the step directory visible.
+    # Only what makes the step directory visible is a change at that very path (an exchange where there is one already).
     # Both modes train the same reference.
-    done = sweep(tmp_path / "run", "--mode", "sync", "--mode", "again", "--point", "0:21")
+    done = sweep(tmp_path / "run", "--mode", "sync", "--mode", "again", "--point", "0:* global_step_6")
     assert done.returncode == 0, done.stdout + done.stderr
     points, _ = re.findall(r"1 of (\d+) points tried, 0 red", done.stdout)
     # Each of four ranks makes, writes and syncs its file of training state and its shards.
@@ -41,8 +41,8 @@ def test_the_last_changes_of_a_save_are_the_commit_and_the_pointer_and_a_kill_be
 def test_a_rank_that_is_killed_while_it_clears_what_a_dead_save_left_has_not_told_what_it_restored(
     tmp_path: Path,
 ) -> None:
-    # The first change of rank 0: it removes a leftover right after its load, before training begins.
-    done = sweep(tmp_path / "run", "--mode", "leftovers", "--point", "0:1")
+    # It removes a leftover right after its load, before training begins.
+    done = sweep(tmp_path / "run", "--mode", "leftovers", "--point", "0:remove .staging/global_step_6.*/*")
     assert done.returncode == 0, done.stdout + done.stderr
     (kill,) = read_results(tmp_path / "run").of(KillRecord)
     assert kill.what is not None
@@ -51,7 +51,15 @@ def test_a_rank_that_is_killed_while_it_clears_what_a_dead_save_left_has_not_tol
 
 
 def test_a_pointer_that_moves_before_the_commit_turns_the_sweep_red(tmp_path: Path) -> None:
-    done = sweep(tmp_path / "run", "--mode", "sync", "--point", "0:24", "--sabotage", "pointer-moved-before-the-commit")
+    done = sweep(
+        tmp_path / "run",
+        "--mode",
+        "sync",
+        "--point",
+        "0:rename latest_checkpoint_iteration.txt",
+        "--sabotage",
+        "pointer-moved-before-the-commit",
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the pointer holds '6'; whole checkpoints: [3]" in done.stdout
 
@@ -66,6 +74,13 @@ def test_a_share_is_drawn_by_the_seed_and_never_empty() -> None:
 def test_a_point_that_the_save_does_not_have_is_trouble_and_no_pass() -> None:
     with pytest.raises(LifeError, match="no file operation 6 of rank 1"):
         _choose(POINTS, 1.0, 1, Point(rank=1, operation=6, what=""))
+    with pytest.raises(LifeError, match=r"no file operation rename \* of rank 1"):
+        _choose(POINTS, 1.0, 1, Point(rank=1, operation=0, what="rename *"))
+
+
+def test_a_point_is_told_by_its_number_or_is_the_first_of_its_name() -> None:
+    assert _choose(POINTS, 1.0, 1, Point(rank=1, operation=4, what="")) == [POINTS[8]]
+    assert _choose(POINTS, 1.0, 1, Point(rank=1, operation=0, what="write ?")) == [POINTS[5]]
 
 
 def test_a_sweep_of_nothing_is_no_pass() -> None:
