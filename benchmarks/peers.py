@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import staging, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from benchmarks.states import State
 
 STOCK_SAVE = "dcp.save"
 STOCK_LOAD = "dcp.load"
-STOCK_ASYNC = "dcp.async_save"
-STOCK_CACHED_ASYNC = "dcp.async_save, cached stager"
 TORCH_SAVE = "torch.save + fsync"
 TORCH_LOAD = "torch.load"
 SAFETENSORS_SAVE = "safetensors + fsync"
+CHECKPOINTING_SAVE = "torch_checkpointing.save + fsync"
 SAFETENSORS_LOAD = "safetensors.load_file + copy"
 
 
@@ -62,18 +60,21 @@ def peers() -> tuple[list[Peer], Mapping[str, str]]:
     ]
     absent: dict[str, str] = {}
     for name, peer in _OPTIONAL.items():
-        try:
-            importlib.import_module(name)
+        reason = why_absent(name)
+        if reason:
+            absent[name] = reason
+        else:
             found.append(peer)
-        except ModuleNotFoundError as error:
-            missing = error.name or ""
-            absent[name] = f"{name} is not installed" + ("" if missing == name else f" whole: it lacks {missing}")
-    absent["torch_checkpointing"] = (
-        "torch_checkpointing is not installed"
-        if importlib.util.find_spec("torch_checkpointing") is None
-        else "torch_checkpointing is installed, but nothing here knows how to call it"
-    )
     return found, absent
+
+
+def why_absent(name: str) -> str:
+    """Return why a package can't be used here; empty where it can."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return f"{name} is not installed" + ("" if error.name == name else f" whole: it lacks {error.name}")
+    return ""
 
 
 def stock_save(state: State, path: Path) -> None:
@@ -85,38 +86,6 @@ def stock_load(path: Path, target: State) -> State:
     """Stock DCP with its defaults, in place."""
     state_dict_loader.load({"model": target}, checkpoint_id=path)
     return target
-
-
-class StockAsync:
-    """Stock DCP's asynchronous save, with the stager of its defaults or with one that is kept from save to save."""
-
-    def __init__(self, *, cached: bool) -> None:
-        """Make the stager; without a device, pinned memory, other threads and non-blocking copies are off."""
-        options = staging.StagingOptions(
-            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-        )
-        self._stager = staging.DefaultStager(options) if cached else None
-        self._response: Any = None
-
-    def save(self, state: State, path: Path) -> None:
-        """Return once the state has been copied."""
-        chosen = {} if self._stager is None else {"async_stager": self._stager}
-        self._response = state_dict_saver.async_save({"model": state}, checkpoint_id=path, **chosen)  # type: ignore[arg-type]
-
-    def wait(self) -> None:
-        """Wait until it is on the device."""
-        response, self._response = self._response, None
-        getattr(response, "upload_completion", response).result()
-
-    def close(self) -> None:
-        """Give the kept copy back."""
-        if self._stager is not None:
-            self._stager.close()
-
-
-def has_cached_stager() -> bool:
-    """True where this torch has a stager whose copy can be kept."""
-    return hasattr(staging, "DefaultStager") and hasattr(staging, "StagingOptions")
 
 
 def _torch_save(state: State, path: Path) -> None:
@@ -161,6 +130,44 @@ def _torchsnapshot_load(path: Path, target: State) -> State:
     return found
 
 
+def checkpointing_manager(save: Any) -> Any:
+    """Return torch_checkpointing's manager, without direct I/O.
+
+    Direct I/O is its default and fails on ext4: torch.save's archive ends at no multiple of a sector.
+    """
+    module: Any = importlib.import_module("torch_checkpointing")
+    storage: Any = importlib.import_module("torch_checkpointing.storage.filesystem")
+    no_direct_io = storage.LocalFileSystemStorageConfig(use_direct_io=False)
+    return module.CheckpointManager(module.CheckpointManager.Config(save=save, storage_config=no_direct_io))
+
+
+def _checkpointing_save(state: State, path: Path) -> None:
+    module: Any = importlib.import_module("torch_checkpointing")
+    manager = checkpointing_manager(module.SyncCheckpointSaverConfig())
+    manager.save(str(path), {"model": state})
+    manager.close()
+    sync_files(path)
+
+
+def checkpointing_load(path: Path, target: State) -> State:
+    """Load into ``target``."""
+    module: Any = importlib.import_module("torch_checkpointing")
+    manager = checkpointing_manager(module.SyncCheckpointSaverConfig())
+    found: State = manager.load(str(path), into={"model": target})["model"]
+    manager.close()
+    return found
+
+
+def sync_files(folder: Path) -> None:
+    """Bring a folder and all that is below it to the device."""
+    for path in (*folder.rglob("*"), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 _OPTIONAL: Mapping[str, Peer] = {
     "safetensors": Peer(
         save_name=SAFETENSORS_SAVE,
@@ -176,6 +183,14 @@ _OPTIONAL: Mapping[str, Peer] = {
         save=_torchsnapshot_save,
         load=_torchsnapshot_load,
         save_note="does not fsync; no digests",
+        load_note="no digests; in place",
+    ),
+    "torch_checkpointing": Peer(
+        save_name=CHECKPOINTING_SAVE,
+        load_name="torch_checkpointing.load",
+        save=_checkpointing_save,
+        load=checkpointing_load,
+        save_note="no digests; direct I/O off, which fails on ext4",
         load_note="no digests; in place",
     ),
 }

@@ -18,6 +18,7 @@ MODULES: Mapping[str, str] = {
     "ranks": "benchmarks.subjects.ranked",
     "planning": "benchmarks.subjects.planning",
     "nothing-when-off": "benchmarks.subjects.nothing_when_off",
+    "trajectory": "benchmarks.subjects.trajectory",
     "data-resume": "benchmarks.subjects.data_resume",
 }
 

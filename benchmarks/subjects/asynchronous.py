@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import limits, ours, peers, states
+from benchmarks import async_peers, limits, ours, states
 from benchmarks.protocol import (
     GB,
     PAYLOAD,
@@ -27,12 +27,7 @@ def build(point: Point, context: Context) -> Scenario:
     layout = states.large(point.value * GB)
     state, room = layout.state(), states.State()
     library = ours.Ours(context.folder / "ours")
-    stock = [(peers.STOCK_ASYNC, peers.StockAsync(cached=False))]
-    absent = {}
-    if peers.has_cached_stager():
-        stock.append((peers.STOCK_CACHED_ASYNC, peers.StockAsync(cached=True)))
-    else:
-        absent[peers.STOCK_CACHED_ASYNC] = "this torch has no stager to keep"
+    others, absent = async_peers.async_peers()
     contenders = [
         Contender(
             name=MEMCPY,
@@ -53,14 +48,11 @@ def build(point: Point, context: Context) -> Scenario:
             is_weighed=True,
             note="durable means committed, and found as LATEST after a power cut",
         ),
-        *(
-            _stock(name, peer, state, layout, context.folder / f"stock_{place}")
-            for place, (name, peer) in enumerate(stock)
-        ),
+        *(_peer(peer, state, layout, context.folder / f"peer_{place}") for place, peer in enumerate(others)),
     ]
 
     def close() -> None:
-        for _, peer in stock:
+        for peer in others:
             peer.close()
 
     return Scenario(
@@ -68,20 +60,21 @@ def build(point: Point, context: Context) -> Scenario:
     )
 
 
-def _stock(name: str, peer: peers.StockAsync, state: states.State, layout: states.Layout, path: Path) -> Contender:
+def _peer(peer: async_peers.AsyncPeer, state: states.State, layout: states.Layout, path: Path) -> Contender:
     return Contender(
-        name=name,
+        name=peer.name,
         role="peer",
         before=deleting(path),
         call=lambda: peer.save(state, path),
         settle=peer.wait,
-        check=lambda _: check_through_stock(path, layout),
+        check=lambda _: states.check_equal(peer.load(path, layout.zeros()), layout),
         is_weighed=True,
+        note=peer.note,
     )
 
 
 def _figures() -> list[Figure]:
-    stock = (peers.STOCK_ASYNC, peers.STOCK_CACHED_ASYNC)
+    others = (async_peers.STOCK, async_peers.STOCK_CACHED, async_peers.CHECKPOINTING)
     return [
         Figure(
             text="blocked time of an async save, of one memcpy's",
@@ -98,8 +91,8 @@ def _figures() -> list[Figure]:
             relation="at most",
             bound=2.05,
         ),
-        *compared(ours.ASYNC, stock, "blocked time"),
-        *compared(ours.ASYNC, stock, "time until durable", "settled_seconds"),
+        *compared(ours.ASYNC, others, "blocked time"),
+        *compared(ours.ASYNC, others, "time until durable", "settled_seconds"),
     ]
 
 

@@ -79,13 +79,18 @@ def build(point: Point, context: Context) -> Scenario:
                 check=check,
             ),
         ],
-        figures=[
-            *compared(ours.SAVE, [peers.STOCK_SAVE], "save"),
-            *compared(ours.LOAD, [peers.STOCK_LOAD], "load"),
-            Figure(text="speed of a save, of raw writes' by as many ranks", above=(RAW_WRITE,), below=ours.SAVE),
-            Figure(text="speed of a load, of raw reads' by as many ranks", above=(RAW_READ,), below=ours.LOAD),
-        ],
+        figures=figures(),
     )
+
+
+def figures() -> list[Figure]:
+    """What is compared at each number of ranks."""
+    return [
+        *compared(ours.SAVE, [peers.STOCK_SAVE], "save"),
+        *compared(ours.LOAD, [peers.STOCK_LOAD], "load"),
+        Figure(text="speed of a save, of raw writes' by as many ranks", above=(RAW_WRITE,), below=ours.SAVE),
+        Figure(text="speed of a load, of raw reads' by as many ranks", above=(RAW_READ,), below=ours.LOAD),
+    ]
 
 
 def _limits(
