@@ -61,9 +61,19 @@ def _parser() -> argparse.ArgumentParser:
     again.set_defaults(do=_recheck)
     sabotage = commands.add_parser("sabotage", parents=[running], help="put in each defect and see that it is caught")
     sabotage.add_argument("ids", nargs="*", metavar="SABOTAGE", help="default: all")
+    sabotage.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="K/N", help="every N-th of them, beginning with the K-th"
+    )
     sabotage.add_argument("--cases", type=Path, default=CASES_FOLDER, metavar="DIR", help="folder of case files")
     sabotage.set_defaults(do=_sabotage)
     return parser
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, parts = text.partition("/")
+    if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
+        raise argparse.ArgumentTypeError("K/N, a part from 1 and the number of parts")
+    return int(number), int(parts)
 
 
 def _selection(arguments: argparse.Namespace) -> tuple[tuple[Case, ...], Platform | None, list[str]]:
@@ -135,7 +145,7 @@ def _recheck(arguments: argparse.Namespace, words: list[str]) -> int:
 
 
 def _sabotage(arguments: argparse.Namespace, words: list[str]) -> int:
-    entries = _entries(arguments.ids)
+    entries = _entries(arguments.ids, *arguments.part)
     cases = {case.id: case for case in load_cases(arguments.cases)}
     for entry in entries:
         select(cases.values(), entry.cases)
@@ -157,12 +167,15 @@ def _sabotage(arguments: argparse.Namespace, words: list[str]) -> int:
     return 0 if footer.accepted else 1
 
 
-def _entries(ids: Sequence[str]) -> tuple[SabotageEntry, ...]:
+def _entries(ids: Sequence[str], number: int = 1, parts: int = 1) -> tuple[SabotageEntry, ...]:
     entries = load_sabotages()
     unknown = set(ids) - {entry.id for entry in entries}
     if unknown:
         raise SerialError(f"no sabotage is called {min(unknown)!r}")
-    return tuple(entry for entry in entries if not ids or entry.id in ids)
+    chosen = tuple(entry for entry in entries if not ids or entry.id in ids)[number - 1 :: parts]
+    if not chosen:
+        raise SerialError(f"part {number} of {parts} is empty: no more than {number - 1} sabotages were asked for")
+    return chosen
 
 
 def _session(arguments: argparse.Namespace, platform: Platform | None, words: list[str]) -> Session:

@@ -73,9 +73,6 @@ class _RecordedFile(OutputFile):
         # Changes nothing that a crash could leave: not a byte, and not the size.
         self._inner.reserve(size)
 
-    def tell(self) -> int:
-        return self._inner.tell()
-
     def sync(self) -> None:
         with self._recorder.inside():
             self._inner.sync()

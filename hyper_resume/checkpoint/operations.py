@@ -133,10 +133,6 @@ class OutputFile:
             raise OSError(errno.EIO, "a write took no bytes", str(self.path))
         return written
 
-    def tell(self) -> int:
-        """Return how many bytes were written."""
-        return self._size
-
     def sync(self) -> None:
         """Ask the kernel to bring the bytes to the device.
 

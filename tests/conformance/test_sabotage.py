@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from conformance.__main__ import main
+from conformance.__main__ import _entries, main
 from conformance.results import ResultRecord, SabotageRecord, read_results
 from conformance.sabotage import SABOTAGES, SabotageError, Saboteur, put_in, sabotage
 from conformance.sabotaging import SabotageEntry, judge_sabotage, lint_sabotages, load_sabotages, sabotage_table
@@ -136,6 +136,31 @@ def test_this_library_is_caught_when_it_forgets_a_stream_and_only_then(
         ("rng-not-restored", "rng_state"),
         ("moments-zeroed", "optimizer"),
     ]
+
+
+def test_the_parts_of_all_sabotages_are_all_of_them_once() -> None:
+    ids = [entry.id for entry in load_sabotages()]
+    parts = [[entry.id for entry in _entries([], number, 4)] for number in (1, 2, 3, 4)]
+    assert sorted(one for part in parts for one in part) == sorted(ids)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_part_is_put_in_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["rng-not-restored", "moments-zeroed", "--part", "2/2"]
+    assert main(["sabotage", *chosen, "--results", str(tmp_path / "run")]) == 0
+    assert "caught / expected:     1 / 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["0/3", "4/3", "1", "a/b", "1/0"])
+def test_a_part_that_is_none_is_refused(part: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["sabotage", "--part", part])
+
+
+def test_an_empty_part_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sabotage", "rng-not-restored", "--part", "2/2", "--results", str(tmp_path / "run")]) == 2
+    assert "part 2 of 2 is empty: no more than 1 sabotages" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_harness_imports_neither_torch_nor_the_library() -> None:
