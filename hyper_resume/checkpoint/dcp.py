@@ -168,7 +168,7 @@ class DistributedCheckpointer(CheckpointerBase):
             metrics=metrics,
         )
         planner = CachingPlanner(self._plans, part.layout, reuse=all(known for _, _, _, known in of_ranks))
-        writer = ShardWriter(attempt.staging, draft, self._plans, part.digest_payload if how == "sync" else None)
+        writer = ShardWriter(attempt.staging, draft, self._plans, part.digest_written if how == "sync" else None)
         return part.written, writer, planner
 
     def _in_process(self) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
@@ -52,6 +53,13 @@ def _stands_for_all(results: list[WriteResult]) -> bool:
     return not results or (isinstance(results[0], ShardWriteResult) and results[0].stands_for_all)
 
 
+class WrittenTensor(NamedTuple):
+    """A tensor as it went into a shard, and the digest of its bytes."""
+
+    tensor: torch.Tensor
+    data_digest: bytes
+
+
 class ShardWriter(StorageWriter):
     """Writes one save into its staging directory."""
 
@@ -60,7 +68,7 @@ class ShardWriter(StorageWriter):
         staging: Path,
         draft: Manifest,
         cache: PlanCache | None = None,
-        digest_buckets: Callable[[], Mapping[str, str]] | None = None,
+        digest_buckets: Callable[[Mapping[str, WrittenTensor]], Mapping[str, str]] | None = None,
     ) -> None:
         """Take the manifest as far as it is known; files and descriptions are added by :meth:`finish`, on rank 0 only.
 
@@ -68,8 +76,8 @@ class ShardWriter(StorageWriter):
             staging: where to write.
             draft: the manifest.
             cache: what is known from the last save, and where this one leaves what it finds out.
-            digest_buckets: gives the digests of this rank's buckets; called while the shard is written, as the device is
-                slower than the processors. None when the draft has them.
+            digest_buckets: gives the digests of this rank's buckets, from those of the tensors that its shard holds; called
+                while the shard is brought to the device. None when the draft has them.
         """
         super().__init__()
         self._path = staging
@@ -107,6 +115,7 @@ class ShardWriter(StorageWriter):
         rank: int = plan.storage_data
         name = f"__{rank}_0{dcp_filesystem.DEFAULT_SUFFIX}"
         places: list[tuple[WriteItem, int, int]] = []
+        tensors: list[tuple[str, torch.Tensor, int, int]] = []
         # Tensors first: their sizes follow from the layout, so that they stand at the same places in every save.
         items = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
         with (
@@ -114,15 +123,19 @@ class ShardWriter(StorageWriter):
             Stream(file, with_table=True) as stream,
             ThreadPoolExecutor(1, thread_name_prefix="hyper_resume-digest") as thread,
         ):
-            take = self._digest_buckets
-            digested = None if take is None else start(thread, lambda take: take(), take)
             file.reserve(sum(_least_bytes(item) for item in items))
             for item in items:
                 begin = stream.align(archive.ALIGNMENT)
-                for content in _serialise(planner.resolve_data(item)):
+                data = planner.resolve_data(item)
+                pieces = _serialise(data)
+                for content in pieces:
                     stream.write(content)
+                if isinstance(data, torch.Tensor) and isinstance(pieces, _Around):
+                    tensors.append((item.index.fqn, data, begin + len(pieces.prefix), len(pieces.data)))
                 places.append((item, begin, stream.size_bytes - begin))
             found = stream.finish()
+            take = self._digest_buckets
+            digested = None if take is None else start(thread, take, _written(stream, tensors))
             file.sync()
             buckets = {} if digested is None else digested.result()
             entry = FileEntry(size_bytes=stream.size_bytes, digest=found, rank=rank)
@@ -203,6 +216,25 @@ def _write_pieces(path: Path, pieces: Iterable[bytes]) -> FileEntry:
         return FileEntry(size_bytes=stream.size_bytes, digest=found, rank=0)
 
 
+def _written(stream: Stream, tensors: Sequence[tuple[str, torch.Tensor, int, int]]) -> Mapping[str, WrittenTensor]:
+    """Name -> tensor and digest, of those that are one piece of the rank's, from where their bytes stand in the file."""
+    names = Counter(name for name, _, _, _ in tensors)
+    found = {}
+    for name, tensor, begin, length in tensors:
+        of_data = stream.data_digest(begin, length)
+        if of_data is not None and names[name] == 1:
+            found[name] = WrittenTensor(tensor, of_data)
+    return found
+
+
+class _Around(NamedTuple):
+    """A large tensor's bytes, and what of its archive stands around them."""
+
+    prefix: bytes
+    data: memoryview
+    suffix: bytes
+
+
 def _least_bytes(item: WriteItem) -> int:
     """What an entry takes in the file without anything around it."""
     if item.tensor_data is None:
@@ -223,7 +255,7 @@ def _serialise(data: torch.Tensor | io.BytesIO) -> Sequence[bytes | memoryview]:
         content = digest.bytes_of(tensor)
         if data_bytes < SMALL_BYTES:
             return (b"".join((prefix, content.data, suffix)) if data_bytes else prefix + suffix,)
-        return prefix, memoryview(content).cast("B"), suffix
+        return _Around(prefix, memoryview(content).cast("B"), suffix)
     if tensor.untyped_storage().size() != tensor.nbytes:
         # A view: torch.save would write all of the storage behind it.
         tensor = tensor.clone()

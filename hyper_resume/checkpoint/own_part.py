@@ -9,11 +9,13 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from hyper_resume import collective, device
 from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.checkpoint import loading
 from hyper_resume.checkpoint.attempt import SAVE_ID, mark_shards
+from hyper_resume.checkpoint.filesystem import WrittenTensor
 from hyper_resume.checkpoint.flat import flatten
 from hyper_resume.checkpoint.manifest import FileEntry
 from hyper_resume.checkpoint.plan_cache import Layout, layout_of
@@ -44,11 +46,28 @@ class OwnPart:
     buckets: dict[str, str]
     files: dict[str, FileEntry] = field(default_factory=dict)
 
+    def digest_written(self, written: Mapping[str, WrittenTensor]) -> Mapping[str, str]:
+        """Take the digests of the live payload's buckets, from those of ``written`` where that is the live tensor's memory."""
+        return self.digest_payload(
+            {name: found.data_digest for name, found in written.items() if _is_live(found.tensor, self.flat.get(name))}
+        )
+
     def digest_payload(self, known: Mapping[str, bytes] = MappingProxyType({})) -> Mapping[str, str]:
         """Take the digests of the live payload's buckets; ``known`` are those of its tensors' bytes that need not be taken."""
         found = loading.bucket_digests(self.flat, known=known)
         self.buckets.update(found)
         return found
+
+
+def _is_live(written: torch.Tensor, live: Any) -> bool:
+    if isinstance(live, DTensor):
+        live = live.to_local()
+    return (
+        isinstance(live, torch.Tensor)
+        and written.data_ptr() == live.data_ptr()
+        and (written.dtype, written.shape, written.device) == (live.dtype, live.shape, live.device)
+        and all(one.is_contiguous() and not one.is_neg() and not one.is_conj() for one in (written, live))
+    )
 
 
 def prepare(

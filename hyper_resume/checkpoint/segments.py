@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +35,9 @@ class Segment:
     digest: bytes
 
 
-def encode(written: Iterable[tuple[int, bytes]]) -> bytes:
-    """Return the table of segments, given as length and digest, in order."""
-    parts = [_SEGMENT.pack(length, found) for length, found in written]
+def encode(written: Iterable[Segment]) -> bytes:
+    """Return the table of all segments of a file, in order."""
+    parts = [_SEGMENT.pack(segment.length, segment.digest) for segment in written]
     return b"".join([*parts, _END.pack(len(parts), _MAGIC)])
 
 
@@ -98,13 +98,24 @@ class Proof:
 
     def data_digest(self, begin: int, length: int) -> bytes | None:
         """Return :func:`digest.data_digest` of bytes of the file; None where they are no segments of their own."""
-        blocks: list[bytes] = []
-        for at in range(begin, begin + length, digest.BLOCK_BYTES):
-            segment = self.segments.get(at)
-            if segment is None or segment.length != min(digest.BLOCK_BYTES, begin + length - at):
-                return None
-            blocks.append(segment.digest)
-        return digest.joined(blocks) if blocks else None
+        return data_digest(self.segments, begin, length)
+
+
+def data_digest(segments: Mapping[int, Segment], begin: int, length: int) -> bytes | None:
+    """Return :func:`digest.data_digest` of bytes of a file; None where they are no segments of their own.
+
+    Args:
+        segments: of the file, by their beginnings.
+        begin: where the bytes begin.
+        length: how many they are.
+    """
+    blocks: list[bytes] = []
+    for at in range(begin, begin + length, digest.BLOCK_BYTES):
+        segment = segments.get(at)
+        if segment is None or segment.length != min(digest.BLOCK_BYTES, begin + length - at):
+            return None
+        blocks.append(segment.digest)
+    return digest.joined(blocks) if blocks else None
 
 
 def identity(status: os.stat_result) -> tuple[int, ...]:

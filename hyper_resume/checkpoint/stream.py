@@ -10,6 +10,7 @@ from hyper_resume import digest
 from hyper_resume.checkpoint import segments
 from hyper_resume.checkpoint.copying import start
 from hyper_resume.checkpoint.operations import AT_ONCE_BYTES, Buffer, OutputFile
+from hyper_resume.checkpoint.segments import Segment
 
 SMALL_BYTES = 64 << 10
 # Of what is gathered.
@@ -29,7 +30,8 @@ class Stream:
         """
         self._file = file
         self._hasher = None if with_table else digest.FileHasher()
-        self._segments: list[tuple[int, bytes]] = []
+        self._segments: dict[int, Segment] = {}
+        self._hashed_bytes = 0
         self._gathered = bytearray()
         self._waiting: deque[memoryview] = deque()
         self._waiting_bytes = 0
@@ -116,7 +118,15 @@ class Stream:
         if self._hasher is not None:
             self._hasher.update(content)
         else:
-            self._segments.append((len(content), digest.data_digest(content)))
+            self._segments[self._hashed_bytes] = Segment(self._hashed_bytes, len(content), digest.data_digest(content))
+            self._hashed_bytes += len(content)
+
+    def data_digest(self, begin: int, length: int) -> bytes | None:
+        """Return the digest of bytes that were written by one call, once :meth:`finish` is over.
+
+        None where none was taken of just them: they are few, or the file has no table.
+        """
+        return segments.data_digest(self._segments, begin, length)
 
     def finish(self) -> str:
         """Write what is left and return the digest of all of it, as text.
@@ -128,6 +138,6 @@ class Stream:
         self._put(self._waiting_bytes)
         if self._hasher is not None:
             return self._hasher.text()
-        table = segments.encode(self._segments)
+        table = segments.encode(self._segments.values())
         self.size_bytes += self._file.write(table)
         return digest.text_of_table(table)

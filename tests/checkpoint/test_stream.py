@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import random
 import threading
 from collections.abc import Sequence
@@ -95,7 +96,7 @@ class Full(OutputFile):
     room = 0
 
     def _write_some(self, pieces: Sequence[memoryview]) -> int:
-        if sum(map(len, pieces)) > self.room - self.tell():
+        if sum(map(len, pieces)) > self.room - os.fstat(self._descriptor).st_size:
             raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
         return super()._write_some(pieces)
 
