@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch.distributed.checkpoint import staging, state_dict_saver
 
 from benchmarks import peers
+from benchmarks.protocol import GB
 from benchmarks.states import State
 
 STOCK = "dcp.async_save"
 STOCK_CACHED = "dcp.async_save, cached stager"
 CHECKPOINTING = "torch_checkpointing, async save + fsync"
+# Beside those that are kept: where memcpy copies to, this library's, and the one that stock's default makes for each save.
+_OTHER_COPIES = 3
+# What is no copy of the payload.
+_REST_BYTES = GB
 
 
 class AsyncPeer(Protocol):
@@ -109,17 +114,27 @@ class CheckpointingAsync:
         self._manager.close()
 
 
-def async_peers() -> tuple[list[AsyncPeer], Mapping[str, str]]:
-    """The peers that save beside training, and those that can't here: name -> why. Each is closed by who asked for them."""
+def async_peers(payload_bytes: int, available_bytes: int) -> tuple[list[AsyncPeer], Mapping[str, str]]:
+    """The peers that save beside training, and those that can't here: name -> why. Each is closed by who asked for them.
+
+    Args:
+        payload_bytes: of what will be saved.
+        available_bytes: of memory, with one payload in it already. Those that keep a copy are left out where it does not
+            suffice for theirs.
+    """
     found: list[AsyncPeer] = [StockAsync(cached=False)]
     absent: dict[str, str] = {}
-    if hasattr(staging, "DefaultStager") and hasattr(staging, "StagingOptions"):
-        found.append(StockAsync(cached=True))
-    else:
-        absent[STOCK_CACHED] = "this torch has no stager to keep"
-    reason = peers.why_absent("torch_checkpointing")
-    if reason:
-        absent[CHECKPOINTING] = reason
-    else:
-        found.append(CheckpointingAsync())
+    has_stager = hasattr(staging, "DefaultStager") and hasattr(staging, "StagingOptions")
+    candidates: list[tuple[str, str, Callable[[], AsyncPeer]]] = [
+        (STOCK_CACHED, "" if has_stager else "this torch has no stager to keep", lambda: StockAsync(cached=True)),
+        (CHECKPOINTING, peers.why_absent("torch_checkpointing"), CheckpointingAsync),
+    ]
+    for name, reason, make in candidates:
+        copies = _OTHER_COPIES + len(found)
+        if not reason and copies * payload_bytes + _REST_BYTES > available_bytes:
+            reason = f"its copy would be the {copies}th of {payload_bytes / GB:g} GB, and there are {available_bytes / GB:.1f}"
+        if reason:
+            absent[name] = reason
+        else:
+            found.append(make())
     return found, absent

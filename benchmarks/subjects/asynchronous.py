@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import async_peers, limits, ours, states
+from benchmarks import async_peers, limits, memory, ours, states
 from benchmarks.protocol import (
     GB,
     PAYLOAD,
@@ -27,7 +27,7 @@ def build(point: Point, context: Context) -> Scenario:
     layout = states.large(point.value * GB)
     state, room = layout.state(), states.State()
     library = ours.Ours(context.folder / "ours")
-    others, absent = async_peers.async_peers()
+    others, absent = async_peers.async_peers(layout.bytes_in_all, memory.available_bytes())
     contenders = [
         Contender(
             name=MEMCPY,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import coordinator, registry
+from benchmarks import async_peers, coordinator, registry
 from benchmarks.measure import measure
-from benchmarks.protocol import PAYLOAD, UNIT, Benchmark, Context, Options
+from benchmarks.protocol import GB, PAYLOAD, UNIT, Benchmark, Context, Options
 
 TINY = Options(sizes_gb=(0.001,), smoke=True, repeat=1, worlds=(4,), ranks=(1,))
 ALONE = [benchmark for benchmark in registry.all_benchmarks() if benchmark.name != "ranks"]
@@ -57,6 +57,20 @@ def test_goals_of_the_planning_are_asked_at_1024_ranks_and_large_worlds_run_once
     planning = registry.find("planning")
     rounds = {point.value: point.rounds for point in planning.points(replace(TINY, worlds=(1024, 4096)))}
     assert rounds == {1024: None, 4096: 1}
+
+
+def test_who_would_keep_a_copy_that_memory_has_no_room_for_is_left_out() -> None:
+    """Found as a process that the kernel killed: five copies of 4 GB beside the state, in 23 GB."""
+    pytest.importorskip("torch_checkpointing")
+    found, absent = async_peers.async_peers(4 * GB, 17 * GB)
+    for peer in found:
+        peer.close()
+    assert [peer.name for peer in found] == [async_peers.STOCK, async_peers.STOCK_CACHED]
+    assert absent == {async_peers.CHECKPOINTING: "its copy would be the 5th of 4 GB, and there are 17.0"}
+    found, absent = async_peers.async_peers(4 * GB, 16 * GB)
+    for peer in found:
+        peer.close()
+    assert set(absent) == {async_peers.STOCK_CACHED, async_peers.CHECKPOINTING}
 
 
 def test_simulated_plans_cover_every_tensor_on_every_rank(tmp_path: Path) -> None:
