@@ -20,6 +20,9 @@ from benchmarks.records import (
 from tests.benchmarks.made import report
 from tests.benchmarks.schema import complaints
 
+# One worker for all of it: what its fixtures make takes seconds.
+pytestmark = pytest.mark.xdist_group("bench-command")
+
 TOYS = "tests.benchmarks.toys"
 
 

@@ -19,6 +19,9 @@ from tests.checkpoint.payloads import SKELETON, full_state, payload, same, shard
 from tests.checkpoint.refusal_cases import CASES, STEP, another_attempt, nothing
 from tests.ranks import run_ranks
 
+# One worker for all of it: what its fixtures make takes seconds.
+pytestmark = pytest.mark.xdist_group("refusals")
+
 RANKS = 4
 SECONDS = 5.0
 

@@ -18,6 +18,9 @@ from conformance.storage.damage import Damage, Material
 from conformance.storage.damage_judge import Verdict, build, material
 from conformance.storage.forked_ranks import Ended, WorkerError, Workers, run_alone, run_ranks
 
+# One worker for all of it: what its fixtures make takes seconds.
+pytestmark = pytest.mark.xdist_group("storage-corruption")
+
 
 def made(files: dict[str, bytes]) -> Material:
     """A step directory with as much of a manifest as edits of it need."""

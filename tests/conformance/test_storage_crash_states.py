@@ -9,6 +9,9 @@ import pytest
 from conformance.storage import enumeration, forked_ranks
 from tests.conformance import storage_toys as toys
 
+# One worker for all of it: what its fixtures make takes seconds.
+pytestmark = pytest.mark.xdist_group("storage-crash-states")
+
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:

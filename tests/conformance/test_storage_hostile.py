@@ -14,6 +14,9 @@ from conformance.storage.hostile import KINDS, HostileResult
 from conformance.storage.hostile_readers import Reader, library_readers, stock_readers
 from hyper_resume.errors import CheckpointMismatchError
 
+# One worker for all of it: what its fixtures make takes seconds.
+pytestmark = pytest.mark.xdist_group("storage-hostile")
+
 COUNT, STOCK_COUNT, SEED = 45 * len(KINDS), 30 * len(KINDS), 11
 
 

@@ -16,6 +16,9 @@ from conformance.storage.mutant_table import MUTANTS, Entry
 from conformance.storage.mutating import Change, MutationError, changed_source
 from conformance.storage.records import Mutant
 
+# One worker for all of it: what its fixtures make takes seconds.
+pytestmark = pytest.mark.xdist_group("storage-mutants")
+
 SOURCE = """
 class A:
     def same(self):

@@ -16,6 +16,9 @@ from conformance.storage.error_runs import SCENARIOS, Case
 from conformance.storage.failing_operations import FailingOperations, Fault
 from conformance.storage.forked_ranks import Workers, run_alone
 
+# One worker for all of it: what its fixtures make takes seconds.
+pytestmark = pytest.mark.xdist_group("storage-operation-errors")
+
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Workers]:
