@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,7 +84,7 @@ class CheckpointingAsync:
     """torch_checkpointing's manager, which copies into shared memory that it keeps, and writes in a process of its own."""
 
     name = CHECKPOINTING
-    note = "written by a process of its own; direct I/O off, which fails on ext4"
+    note = "written by a process of its own, whose memory is not counted; direct I/O off, which fails on ext4"
 
     def __init__(self) -> None:
         """Without a device, pinned memory and non-blocking copies are off; the copy is waited for, as by the other peers."""
@@ -114,27 +115,33 @@ class CheckpointingAsync:
         self._manager.close()
 
 
-def async_peers(payload_bytes: int, available_bytes: int) -> tuple[list[AsyncPeer], Mapping[str, str]]:
-    """The peers that save beside training, and those that can't here: name -> why. Each is closed by who asked for them.
+def async_peers(
+    payload_bytes: int, available_bytes: int
+) -> tuple[list[AsyncPeer], Mapping[str, str], Callable[[], None]]:
+    """The peers that save beside training, those that can't here (name -> why), and what closes them all.
 
     Args:
         payload_bytes: of what will be saved.
         available_bytes: of memory, with one payload in it already. Those that keep a copy are left out where it does not
             suffice for theirs.
     """
-    found: list[AsyncPeer] = [StockAsync(cached=False)]
+    found: list[AsyncPeer] = []
     absent: dict[str, str] = {}
     has_stager = hasattr(staging, "DefaultStager") and hasattr(staging, "StagingOptions")
     candidates: list[tuple[str, str, Callable[[], AsyncPeer]]] = [
+        (STOCK, "", lambda: StockAsync(cached=False)),
         (STOCK_CACHED, "" if has_stager else "this torch has no stager to keep", lambda: StockAsync(cached=True)),
         (CHECKPOINTING, peers.why_absent("torch_checkpointing"), CheckpointingAsync),
     ]
-    for name, reason, make in candidates:
-        copies = _OTHER_COPIES + len(found)
-        if not reason and copies * payload_bytes + _REST_BYTES > available_bytes:
-            reason = f"its copy would be the {copies}th of {payload_bytes / GB:g} GB, and there are {available_bytes / GB:.1f}"
-        if reason:
-            absent[name] = reason
-        else:
+    with ExitStack() as opened:
+        for name, reason, make in candidates:
+            copies = _OTHER_COPIES + len(found)
+            if not reason and found and copies * payload_bytes + _REST_BYTES > available_bytes:
+                size, there = payload_bytes / GB, available_bytes / GB
+                reason = f"its copy would be the {copies}th of {size:g} GB, and there are {there:.1f}"
+            if reason:
+                absent[name] = reason
+                continue
             found.append(make())
-    return found, absent
+            opened.callback(found[-1].close)
+        return found, absent, opened.pop_all().close

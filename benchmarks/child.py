@@ -72,6 +72,8 @@ def _weigh(scenario: Scenario, name: str) -> int:
     reason = memory.why_not()
     if reason:
         raise UnableError(reason)
+    if name in scenario.absent:
+        raise UnableError(scenario.absent[name])
     return weigh(next(contender for contender in scenario.contenders if contender.name == name))
 
 

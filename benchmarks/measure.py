@@ -1,8 +1,9 @@
-"""The rounds: every contender once a round, in an order that rotates, so that a slow minute slows all of them."""
+"""The rounds: every contender once a round, in an order that is drawn, so that a slow minute slows all of them."""
 
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def _rounds(order: Sequence[Contender], rounds: int, warm_up: bool, together: To
     stored: dict[str, int] = {}
     first = -1 if warm_up else 0
     for number in range(first, rounds):
-        for contender in rotated(order, number):
+        for contender in shuffled(order, number):
             took, settled_after, result = _time(contender, together)
             if number == first:
                 stored.update(_look(contender, result))
@@ -120,10 +121,12 @@ def weigh(contender: Contender) -> int:
     return memory.peak_since(base)
 
 
-def rotated(order: Sequence[Contender], number: int) -> list[Contender]:
-    """The order of round ``number``: each contender comes first in turn."""
-    start = number % len(order) if order else 0
-    return [*order[start:], *order[:start]]
+def shuffled(order: Sequence[Contender], number: int) -> list[Contender]:
+    """The order of round ``number``, the same in each process and run.
+
+    Drawn, so that nobody always comes right after the same one: what that has left in caches, and of the disk's work, differs.
+    """
+    return random.Random(number).sample(order, len(order))
 
 
 def _time(contender: Contender, together: Together) -> tuple[float, float, Any]:

@@ -92,7 +92,7 @@ class Sliced:
 
 
 class Loops:
-    """Loops that train equal models, one a side; after each round they have to hold the same parameters, bit for bit."""
+    """Loops that train equal models, one a side; at the end they have to hold the same parameters, bit for bit."""
 
     def __init__(self, make_model: Callable[[], nn.Module], steps: int) -> None:
         """``steps`` are those of a slice. No loop yet; the number of torch's threads is put back by :meth:`close`."""

@@ -19,6 +19,7 @@ from conformance import given as given_words
 from conformance import serial
 from conformance.check import CHECKS
 from conformance.faults import FAULTS
+from conformance.file_operations import name_problem
 from conformance.given import Given
 from conformance.script import Expectation, FaultStep, LegStep, LookStep, Step
 from conformance.yaml_lines import load_yaml
@@ -281,8 +282,9 @@ def _fault_problem(leg: LegStep, world_size: int) -> str:
     placed = (fault.rank, fault.operation)
     if (fault.moment == "file_operation") != (None not in placed) or placed.count(None) == 1:
         return "its fault: file_operation has rank and operation, no other moment has them"
-    if isinstance(fault.operation, str) and not fault.operation.partition(" ")[2]:
-        return f"its fault: operation {fault.operation!r} is neither a number nor a name such as 'fsync *.distcp'"
+    problem = name_problem(fault.operation) if isinstance(fault.operation, str) else ""
+    if problem or (isinstance(fault.operation, int) and fault.operation < 1):
+        return f"its fault: operation {problem or 'is counted from 1'}"
     if fault.rank is not None and not 0 <= fault.rank < world_size:
         return f"its fault: there is no rank {fault.rank}"
     kind, _, number = fault.victims.partition("-")

@@ -20,8 +20,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+KINDS = (
+    "create",
+    "write",
+    "fsync",
+    "truncate",
+    "rename",
+    "remove",
+    "make directory",
+    "remove directory",
+    "link",
+    "exchange",
+)
 Told = Callable[[str, str], None]
 _WRITING = frozenset("wax+")
+
+
+def name_problem(text: str) -> str:
+    """Say why ``text`` names no change: a kind, and a pattern of where. Empty for one that does."""
+    kind = next((kind for kind in KINDS if text.startswith(f"{kind} ")), None)
+    if kind is None or not text[len(kind) :].strip():
+        return f"{text!r} is no name such as 'fsync *.distcp': one of {', '.join(KINDS)}, and a pattern of where"
+    return ""
 
 
 class FileOperations:

@@ -49,7 +49,7 @@ def add(verbs: Any) -> None:
         "--point",
         type=_point,
         metavar="RANK:OPERATION",
-        help="this one alone: by its number, or the first of a name ('0:rename global_step_6')",
+        help="this one alone: by its number, or the first of a name ('0:* global_step_6')",
     )
     sweep.add_argument("--jobs", type=int, default=2, help="points at a time; default 2")
     sweep.add_argument("--keep", action="store_true", help="keep what green points leave")
@@ -74,7 +74,7 @@ def _point(text: str) -> Point:
     rank, _, operation = text.partition(":")
     is_number = operation.isdigit()
     if not rank.isdigit() or not (is_number or " " in operation):
-        raise argparse.ArgumentTypeError("RANK:OPERATION, a number and a number or a name, '0:rename global_step_6'")
+        raise argparse.ArgumentTypeError("RANK:OPERATION, a number and a number or a name, '0:* global_step_6'")
     return Point(rank=int(rank), operation=int(operation) if is_number else 0, what="" if is_number else operation)
 
 

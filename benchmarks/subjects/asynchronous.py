@@ -27,7 +27,7 @@ def build(point: Point, context: Context) -> Scenario:
     layout = states.large(point.value * GB)
     state, room = layout.state(), states.State()
     library = ours.Ours(context.folder / "ours")
-    others, absent = async_peers.async_peers(layout.bytes_in_all, memory.available_bytes())
+    others, absent, close_others = async_peers.async_peers(layout.bytes_in_all, memory.available_bytes())
     contenders = [
         Contender(
             name=MEMCPY,
@@ -51,12 +51,8 @@ def build(point: Point, context: Context) -> Scenario:
         *(_peer(peer, state, layout, context.folder / f"peer_{place}") for place, peer in enumerate(others)),
     ]
 
-    def close() -> None:
-        for peer in others:
-            peer.close()
-
     return Scenario(
-        payload_bytes=layout.bytes_in_all, contenders=contenders, figures=_figures(), absent=absent, close=close
+        payload_bytes=layout.bytes_in_all, contenders=contenders, figures=_figures(), absent=absent, close=close_others
     )
 
 

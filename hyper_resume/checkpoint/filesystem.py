@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -217,12 +216,11 @@ def _write_pieces(path: Path, pieces: Iterable[bytes]) -> FileEntry:
 
 
 def _written(stream: Stream, tensors: Sequence[tuple[str, torch.Tensor, int, int]]) -> Mapping[str, WrittenTensor]:
-    """Name -> tensor and digest, of those that are one piece of the rank's, from where their bytes stand in the file."""
-    names = Counter(name for name, _, _, _ in tensors)
+    """Name -> tensor and digest, given where their bytes stand in the file."""
     found = {}
     for name, tensor, begin, length in tensors:
         of_data = stream.data_digest(begin, length)
-        if of_data is not None and names[name] == 1:
+        if of_data is not None:
             found[name] = WrittenTensor(tensor, of_data)
     return found
 

@@ -64,6 +64,8 @@ def _is_live(written: torch.Tensor, live: Any) -> bool:
         live = live.to_local()
     return (
         isinstance(live, torch.Tensor)
+        # What was written of another device's is a copy of it, which the digest is to be held against.
+        and written.is_cpu
         and written.data_ptr() == live.data_ptr()
         and (written.dtype, written.shape, written.device) == (live.dtype, live.shape, live.device)
         and all(one.is_contiguous() and not one.is_neg() and not one.is_conj() for one in (written, live))

@@ -62,14 +62,12 @@ def test_goals_of_the_planning_are_asked_at_1024_ranks_and_large_worlds_run_once
 def test_who_would_keep_a_copy_that_memory_has_no_room_for_is_left_out() -> None:
     """Found as a process that the kernel killed: five copies of 4 GB beside the state, in 23 GB."""
     pytest.importorskip("torch_checkpointing")
-    found, absent = async_peers.async_peers(4 * GB, 17 * GB)
-    for peer in found:
-        peer.close()
+    found, absent, close = async_peers.async_peers(4 * GB, 17 * GB)
+    close()
     assert [peer.name for peer in found] == [async_peers.STOCK, async_peers.STOCK_CACHED]
     assert absent == {async_peers.CHECKPOINTING: "its copy would be the 5th of 4 GB, and there are 17.0"}
-    found, absent = async_peers.async_peers(4 * GB, 16 * GB)
-    for peer in found:
-        peer.close()
+    found, absent, close = async_peers.async_peers(4 * GB, 16 * GB)
+    close()
     assert set(absent) == {async_peers.STOCK_CACHED, async_peers.CHECKPOINTING}
 
 
