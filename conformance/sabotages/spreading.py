@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from conformance.sabotage import Saboteur, sabotage
@@ -119,6 +122,39 @@ def _commit_before_all_ranks_are_done(put: Saboteur) -> None:
             extra_state.write_file.__wrapped__(attempt.target, *late.pop())  # type: ignore[attr-defined]
 
     put.replace(f"{_EXTRA}:write_file", write, fires=False)
+    put.replace(f"{_STORAGE}._publish", publish, fires=False)
+
+
+@sabotage("shard-arrives-after-the-commit")
+def _shard_arrives_after_the_commit(put: Saboteur) -> None:
+    """All ranks but one write their shard elsewhere, and bring it to where it belongs when the checkpoint is visible."""
+    late: list[Path] = []
+
+    def write(original: Any, writer: Any, plan: Any, planner: Any) -> Any:
+        if plan.storage_data == 0:
+            return original(writer, plan, planner)
+        place, writer._path = writer._path, Path(tempfile.mkdtemp())
+        try:
+            results = original(writer, plan, planner)
+            late.extend(writer._path.iterdir())
+        finally:
+            writer._path = place
+        return results
+
+    def publish(original: Any, storage: Any, attempt: Any) -> None:
+        from hyper_resume.checkpoint import operations
+
+        original(storage, attempt)
+        while late:
+            put.fired()
+            shard = late.pop()
+            content = shard.read_bytes()
+            shutil.rmtree(shard.parent)
+            with operations.current().create(attempt.target / shard.name) as file:
+                file.write(content)
+                file.sync()
+
+    put.replace("hyper_resume.checkpoint.filesystem:ShardWriter._write_shard", write, fires=False)
     put.replace(f"{_STORAGE}._publish", publish, fires=False)
 
 

@@ -34,11 +34,21 @@ def logging_contender(name: str, log: list[str]) -> Contender:
     )
 
 
-def test_contenders_take_turns_and_each_begins_a_round_in_turn() -> None:
+def calls_of(rounds: int) -> list[str]:
     log: list[str] = []
-    measure(scenario(*(logging_contender(name, log) for name in "abc")), rounds=3, warm_up=False)
-    calls = [line[0] for line in log if line.endswith("call")]
-    assert "".join(calls) == "abcbcacab"
+    measure(scenario(*(logging_contender(name, log) for name in "abc")), rounds=rounds, warm_up=False)
+    calls = "".join(line[0] for line in log if line.endswith("call"))
+    return [calls[begin : begin + 3] for begin in range(0, len(calls), 3)]
+
+
+def test_contenders_take_turns_and_nobody_always_follows_the_same_one() -> None:
+    orders = calls_of(30)
+    assert {"".join(sorted(order)) for order in orders} == {"abc"}
+    assert {order[place : place + 2] for order in orders for place in (0, 1)} == {"ab", "ac", "ba", "bc", "ca", "cb"}
+
+
+def test_the_order_is_the_same_in_every_process() -> None:
+    assert calls_of(8) == calls_of(8)
 
 
 def test_everything_but_call_and_settle_happens_outside_of_the_timing_and_check_happens_once() -> None:
