@@ -32,7 +32,8 @@ def kill_leftovers(folder: Path, *, limit_seconds: float = 10.0) -> list[int]:
     while left := _belonging_to(folder):
         if time.monotonic() > deadline:
             raise OSError(f"processes {left} survive SIGKILL for {limit_seconds:g} s")
-        keepers.update(pid for pid in left if _ends_by_itself(pid))
+        # Of one that was killed in an earlier round it says nothing any more that it has ended.
+        keepers.update(pid for pid in left if pid not in killed and _ends_by_itself(pid))
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
