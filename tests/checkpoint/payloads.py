@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -47,14 +48,21 @@ def tiny(seed: int) -> Tiny:
 def sharded_tiny(seed: int) -> nn.Module:
     """Tensor parallelism by 2 where the world has 4 ranks, FSDP2 over the rest."""
     model = tiny(seed)
-    world = dist.get_world_size()
-    if world == 4:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = _mesh(dist.get_world_size())
+    if mesh.ndim == 2:
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])
     else:
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+        fully_shard(model, mesh=mesh)
     return model
+
+
+@cache
+def _mesh(world_size: int) -> DeviceMesh:
+    """One for all models of a rank's process, as a training has: each mesh makes process groups, which stay until the end."""
+    if world_size == 4:
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first_seed: int = 100) -> list[float]:
