@@ -5,7 +5,6 @@ A :class:`Job` is all that a trainer is told. It has no place for an expectation
 
 from __future__ import annotations
 
-import fnmatch
 import importlib
 import json
 import os
@@ -17,6 +16,7 @@ from typing import Any, Literal, Protocol
 from conformance import serial
 from conformance.case import Case
 from conformance.evidence import JOB_NAME
+from conformance.file_operations import is_asked_for
 from conformance.given import Given
 from conformance.script import LegStep, Moment
 
@@ -76,9 +76,7 @@ class JobFault:
 
     def is_operation(self, number: int, what: str, where: str) -> bool:
         """True for the change on disk that its ``operation`` numbers, and for every one that it names."""
-        if isinstance(self.operation, str):
-            return fnmatch.fnmatchcase(f"{what} {where}", self.operation)
-        return number == self.operation
+        return self.operation is not None and is_asked_for(self.operation, number, f"{what} {where}")
 
     def strikes(self, world_size: int, nodes: int) -> tuple[int, ...]:
         """The ranks that it is done to, of a leg of ``world_size`` on ``nodes`` of equal size; by way of their launcher too."""

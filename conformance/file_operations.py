@@ -13,6 +13,7 @@ Standard library only.
 from __future__ import annotations
 
 import builtins
+import fnmatch
 import functools
 import io
 import os
@@ -42,6 +43,11 @@ def name_problem(text: str) -> str:
     if kind is None or not text[len(kind) :].strip():
         return f"{text!r} is no name such as 'fsync *.distcp': one of {', '.join(KINDS)}, and a pattern of where"
     return ""
+
+
+def is_asked_for(asked: int | str, number: int, change: str) -> bool:
+    """True when ``asked`` is the change's number, or a name that ``change`` (its kind, and where) matches."""
+    return fnmatch.fnmatchcase(change, asked) if isinstance(asked, str) else number == asked
 
 
 class FileOperations:

@@ -17,7 +17,7 @@ from conformance.session import Session
 from st import running
 from st.command_scenarios import exit_code
 from st.soak import WORKLOADS, Kill, Soak
-from st.sweep import MODES, Point, Sweep
+from st.sweep import MODES, Asked, Sweep
 
 _RESULTS = Path("results")
 _PLATFORM = "cpu4"
@@ -70,12 +70,12 @@ def _share(text: str) -> float:
     return value
 
 
-def _point(text: str) -> Point:
+def _point(text: str) -> Asked:
     rank, _, operation = text.partition(":")
     is_number = operation.isdigit()
     if not rank.isdigit() or not (is_number or " " in operation):
         raise argparse.ArgumentTypeError("RANK:OPERATION, a number and a number or a name, '0:* global_step_6'")
-    return Point(rank=int(rank), operation=int(operation) if is_number else 0, what="" if is_number else operation)
+    return int(rank), int(operation) if is_number else operation
 
 
 def _soak(options: argparse.Namespace, words: Sequence[str]) -> int:

@@ -7,7 +7,6 @@ from LATEST and trains to the end. The other ranks are killed wherever they are 
 
 from __future__ import annotations
 
-import fnmatch
 import random
 import shutil
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.adapter import Adapter
+from conformance.file_operations import is_asked_for
 from conformance.launching import Launcher
 from conformance.references import References
 from conformance.results import KillRecord, Outcome
@@ -64,6 +64,10 @@ class Point:
     what: str
 
 
+# A rank, and one of its changes: the number of it, or a name, which means the first that it matches.
+Asked = tuple[int, int | str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Swept:
     """What a sweep of one mode came to. ``points`` is how many there are, ``kills`` those that were tried."""
@@ -105,7 +109,7 @@ class Sweep:
         self._references = References(folder, keeps_disk=False)
 
     def run(
-        self, name: str, *, share: float, seed: int, jobs: int, only: Point | None, tell: Callable[[KillRecord], None]
+        self, name: str, *, share: float, seed: int, jobs: int, only: Asked | None, tell: Callable[[KillRecord], None]
     ) -> Swept:
         """Sweep one mode.
 
@@ -114,7 +118,7 @@ class Sweep:
             share: of the points that is tried, drawn by ``seed``; 1 is all of them.
             seed: of the draw.
             jobs: points at a time.
-            only: this one alone: of its rank the one of its number, or the first whose ``what`` matches its ``what``.
+            only: this one alone.
             tell: called with each point, in order.
 
         Raises:
@@ -226,19 +230,16 @@ def _fault(point: Point) -> LegFault:
     return LegFault(kind="kill", after_step=STEP, moment="file_operation", rank=point.rank, operation=point.operation)
 
 
-def _choose(points: Sequence[Point], share: float, seed: int, only: Point | None) -> list[Point]:
+def _choose(points: Sequence[Point], share: float, seed: int, only: Asked | None) -> list[Point]:
     if only is not None:
-        chosen = [item for item in points if item.rank == only.rank and _is_meant(item, only)]
+        rank, asked = only
+        chosen = [item for item in points if item.rank == rank and is_asked_for(asked, item.operation, item.what)]
         if not chosen:
-            raise LifeError(f"the save has no file operation {only.what or only.operation} of rank {only.rank}")
+            raise LifeError(f"the save has no file operation {asked} of rank {rank}")
         return chosen[:1]
     count = max(1, round(share * len(points)))
     drawn = sorted(random.Random(seed).sample(range(len(points)), count))
     return [points[place] for place in drawn]
-
-
-def _is_meant(point: Point, only: Point) -> bool:
-    return fnmatch.fnmatchcase(point.what, only.what) if only.what else point.operation == only.operation
 
 
 def _require_little_lost(training: Training, killed: Life, resumed: Life) -> None:
@@ -264,4 +265,4 @@ def _nameless(where: str) -> str:
     return "/".join([head, name, *rest[1:]])
 
 
-__all__ = ["MODES", "Mode", "Point", "Sweep", "Swept"]
+__all__ = ["MODES", "Asked", "Mode", "Point", "Sweep", "Swept"]

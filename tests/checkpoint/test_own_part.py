@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,22 @@ def buckets(directory: Path) -> Any:
     return json.loads((directory / "manifest.json").read_text())["buckets"]
 
 
-@pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes in bytes of what is hashed in one go."""
-    sizes: list[int] = []
+def counting(sizes: list[int]) -> Callable[[Any], bytes]:
+    """``digest.data_digest``, which notes how many bytes it is given."""
     original = digest.data_digest
 
     def counted(content: Any) -> bytes:
         sizes.append(memoryview(content).nbytes)
         return original(content)
 
-    monkeypatch.setattr(digest, "data_digest", counted)
+    return counted
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes in bytes of what is hashed in one go."""
+    sizes: list[int] = []
+    monkeypatch.setattr(digest, "data_digest", counting(sizes))
     return sizes
 
 
@@ -125,13 +131,8 @@ def _save_sharded(folder: str) -> tuple[dict[str, str], list[int]]:
     }
     sizes: list[int] = []
     original = digest.data_digest
-
-    def counted(content: Any) -> bytes:
-        sizes.append(memoryview(content).nbytes)
-        return original(content)
-
     checkpointer = DistributedCheckpointer()
-    digest.data_digest = counted
+    digest.data_digest = counting(sizes)
     checkpointer.save(f"{folder}/global_step_1", {"model": state}, global_step=1)
     digest.data_digest = original
     expected = digest.text_of_entries({f"model.{name}": digest.entry_digest(value) for name, value in state.items()})

@@ -16,7 +16,7 @@ import pytest
 from conformance.storage import corruption, damage
 from conformance.storage.damage import Damage, Material
 from conformance.storage.damage_judge import Verdict, build, material
-from conformance.storage.forked_ranks import Ended, WorkerError, Workers, run_alone, run_ranks
+from conformance.storage.forked_ranks import Workers, run_alone
 
 # One worker for all of it: what its fixtures make takes seconds.
 pytestmark = pytest.mark.xdist_group("storage-corruption")
@@ -351,79 +351,3 @@ def test_a_smoke_run_has_a_record_for_each_kind_and_none_of_it_is_silent() -> No
     assert rows[corruption.FLIP_ROW].tried == 10
     assert rows["truncated"].tried == 12
     assert sum(record.loaded_silently + record.touched_live_state for record in records) == 0
-
-
-# ---- the processes ------------------------------------------------------------------------------------------------------
-
-
-def _four_ends(_: None) -> list[list[Ended]]:
-    import os
-    import time
-
-    import torch.distributed as dist
-
-    def meet() -> list[int]:
-        ranks = [0, 0]
-        dist.all_gather_object(ranks, dist.get_rank())
-        return ranks
-
-    def die() -> None:
-        if dist.get_rank() == 1:
-            os._exit(7)
-
-    def hang() -> None:
-        if dist.get_rank() == 0:
-            dist.barrier()
-        time.sleep(30)
-
-    def fail() -> None:
-        raise KeyError("gone")
-
-    return [run_ranks(one, limit_seconds=limit) for one, limit in ((meet, 20), (die, 20), (hang, 1), (fail, 20))]
-
-
-def test_ranks_return_raise_die_or_hang_and_each_is_told(worker: Workers) -> None:
-    ((met, died, hung, failed),) = worker.map(_four_ends, [None])
-    assert [(end.how, end.value) for end in met] == [("returned", [0, 1])] * 2
-    assert [end.how for end in died] == ["returned", "died"]
-    assert died[1].told == "rank 1 died with exit status 7"
-    assert [end.how for end in hung] == ["hung", "hung"]
-    assert [(end.error, end.message) for end in failed] == [("KeyError", "'gone'")] * 2
-
-
-def _begin_beside_a_slow_rank(_: None) -> list[Ended]:
-    import os
-    import time
-
-    import torch.distributed as dist
-
-    join = dist.init_process_group
-    joined = []
-
-    def slowly(*args: Any, **more: Any) -> None:
-        join(*args, **more)
-        if os.environ["RANK"] == "1":
-            time.sleep(0.3)
-        joined.append(time.monotonic())
-
-    dist.init_process_group = slowly
-    try:
-        return run_ranks(lambda: (joined[0], time.monotonic()))
-    finally:
-        dist.init_process_group = join
-
-
-def test_no_rank_begins_before_all_have_joined(worker: Workers) -> None:
-    """One that dies at once would otherwise be missed in another's handshake: found as a test that failed once in 240."""
-    (ends,) = worker.map(_begin_beside_a_slow_rank, [None])
-    times = [end.value for end in ends]
-    assert min(began for _, began in times) >= max(joined for joined, _ in times)
-
-
-def _fail(job: int) -> int:
-    raise ValueError(f"job {job}")
-
-
-def test_a_job_that_fails_is_the_harness_trouble(worker: Workers) -> None:
-    with pytest.raises(WorkerError, match="job 5"):
-        worker.map(_fail, [5])

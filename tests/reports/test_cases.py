@@ -242,7 +242,7 @@ def test_what_is_no_number_has_no_distance(column: str, reference: str, resumed:
     ("text", "shown"),
     [
         ("FileNotFoundError: /no/such/dir", "FileNotFoundError: /no/such/dir"),
-        ("in /data/me/work/run-7/C9/disk/x.pt", "in …/disk/x.pt"),
+        ("in /data/me/runs/run-7/C9/disk/x.pt", "in …/disk/x.pt"),
         ("/opt/a/b/c/lib/python3.11/site-packages/torch/x.py:3", "site-packages/torch/x.py:3"),
         ("checkpoints/global_step_4/.metadata", "checkpoints/global_step_4/.metadata"),
         ("../../disk/checkpoints/global_step_10", "../../disk/checkpoints/global_step_10"),

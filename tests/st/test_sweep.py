@@ -73,14 +73,14 @@ def test_a_share_is_drawn_by_the_seed_and_never_empty() -> None:
 
 def test_a_point_that_the_save_does_not_have_is_trouble_and_no_pass() -> None:
     with pytest.raises(LifeError, match="no file operation 6 of rank 1"):
-        _choose(POINTS, 1.0, 1, Point(rank=1, operation=6, what=""))
+        _choose(POINTS, 1.0, 1, (1, 6))
     with pytest.raises(LifeError, match=r"no file operation rename \* of rank 1"):
-        _choose(POINTS, 1.0, 1, Point(rank=1, operation=0, what="rename *"))
+        _choose(POINTS, 1.0, 1, (1, "rename *"))
 
 
 def test_a_point_is_told_by_its_number_or_is_the_first_of_its_name() -> None:
-    assert _choose(POINTS, 1.0, 1, Point(rank=1, operation=4, what="")) == [POINTS[8]]
-    assert _choose(POINTS, 1.0, 1, Point(rank=1, operation=0, what="write ?")) == [POINTS[5]]
+    assert _choose(POINTS, 1.0, 1, (1, 4)) == [POINTS[8]]
+    assert _choose(POINTS, 1.0, 1, (1, "write ?")) == [POINTS[5]]
 
 
 def test_a_sweep_of_nothing_is_no_pass() -> None:
