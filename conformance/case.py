@@ -17,7 +17,7 @@ import yaml
 
 from conformance import given as given_words
 from conformance import serial
-from conformance.check import CHECKS
+from conformance.checks import CHECKS
 from conformance.faults import FAULTS
 from conformance.file_operations import name_problem
 from conformance.given import Given

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conformance.case import Case
-from conformance.check import run_check
+from conformance.checks import run_check
 from conformance.evidence import Evidence, LegEvidence, struck_otherwise
 from conformance.results import CheckRecord, Outcome
 from conformance.script import LegStep

@@ -12,7 +12,7 @@ from typing import Any
 
 from conformance.adapter import Adapter, Description, Job, to_job
 from conformance.case import Case
-from conformance.check import CHECKS
+from conformance.checks import CHECKS
 from conformance.evidence import Evidence, EvidenceError, LegEvidence, read_events
 from conformance.faults import FAULTS, Disk, FaultError, strike
 from conformance.given import complete, merge

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.adapter import Adapter, Job, JobFault
-from conformance.check import ComparisonError, compare_trajectories
+from conformance.compare import ComparisonError, compare_trajectories
 from conformance.comparison import Divergence
 from conformance.evidence import EvidenceError, LegEvidence, struck_otherwise
 from conformance.faults import POINTER_NAME

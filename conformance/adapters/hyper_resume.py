@@ -10,7 +10,7 @@ from pathlib import Path
 
 from conformance.adapter import ABILITIES, Description, Job, Launch
 
-LEG_MODULE = "conformance.adapters.hyper_resume_leg"
+LEG_MODULE = "conformance.adapters.hyper_resume_process"
 TEXT_MODULE = "conformance.adapters.hyper_resume_text"
 # No rank leaves the machine, or asks the network for a model.
 _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

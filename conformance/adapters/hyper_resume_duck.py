@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from conformance.adapters.hyper_resume_leg import Leg
+from conformance.adapters.hyper_resume_leg import Leg
 
 
 def drive_duck(leg: Leg) -> None:

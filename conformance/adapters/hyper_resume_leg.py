@@ -1,12 +1,8 @@
-"""One rank of a leg of this library: builds what the job gives, trains through the public interface, tells what happens.
-
-``main`` is what a warm server calls, and what ``python -m`` runs.
-"""
+"""One rank of a leg of this library: builds what the job gives, trains through the public interface, tells what happens."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,46 +14,19 @@ from conformance.adapter import Job
 from conformance.adapters import hyper_resume_data as data_parts
 from conformance.adapters import hyper_resume_parts as parts
 from conformance.adapters.hyper_resume_data import StepCounter
-from conformance.adapters.hyper_resume_life import join_group, leave_group, live
 from conformance.adapters.hyper_resume_parts import TroubleError
 from conformance.adapters.hyper_resume_state import step_digests
 from conformance.adapters.hyper_resume_telling import Teller
-from conformance.adapters.hyper_resume_watch import AfterSaves, BeforeSaves
+from conformance.adapters.hyper_resume_watch import AfterSaves, BeforeSaves, watch_saves
 from conformance.probe import Probe
 from conformance.serial import to_plain
-from hyper_resume.cli import EXIT_PREEMPTED
 from hyper_resume.config import CheckpointingConfig, DataConfig, RunConfig, TrainingConfig
-from hyper_resume.errors import PreemptedError
 from hyper_resume.trainer.base import BaseTrainer
 from hyper_resume.trainer.callbacks import CheckpointerCallback, TrainerState
 
 # Callbacks of this room; the others are the library's.
 OWN_CALLBACKS = (BeforeSaves, AfterSaves, StepCounter)
 _MANY_EPOCHS = 1_000_000
-
-
-def prepare() -> None:
-    """Import now what torch imports at a first use, so that every fork has it. Computes nothing."""
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-    torch.optim.lr_scheduler.ConstantLR(optimizer)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Do what the job says; returns the exit code."""
-    return live(train)
-
-
-def train(probe: Probe, job: Job) -> int:
-    """Build, train, tell; returns the exit code, for a training that was preempted the same as the library's own program."""
-    group = join_group(job)
-    try:
-        Leg(probe, job, group).run()
-    except PreemptedError as error:
-        probe.error(error)
-        return EXIT_PREEMPTED
-    finally:
-        leave_group()
-    return 0
 
 
 class Leg(Teller):
@@ -132,15 +101,13 @@ class Leg(Teller):
 
     # ---- the run --------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Train and tell; an error passes through."""
+    def run(self, drive_duck: Callable[[Leg], None]) -> None:
+        """Train and tell; an error passes through. ``drive_duck`` is the loop around a trainer that has none of its own."""
         self.trainer = self._base_trainer() if self.given.trainer == "base" else self._duck()
         self.tell_built(OWN_CALLBACKS)
         if self.given.trainer == "base":
             self.trainer.train()
         else:
-            from conformance.adapters.hyper_resume_duck import drive_duck
-
             drive_duck(self)
         self.probe.event("value", name="dataset_reads", value=self.dataset.reads)
         self.tell_end()
@@ -187,7 +154,7 @@ class Leg(Teller):
         for item in trainer.callbacks:
             if isinstance(item, StepCounter):
                 self.extras["counter"] = item
-        self.watch_saves(next((item for item in trainer.callbacks if isinstance(item, CheckpointerCallback)), None))
+        watch_saves(self, next((item for item in trainer.callbacks if isinstance(item, CheckpointerCallback)), None))
         trainer.callbacks.append(AfterSaves(trainer, self))
         return trainer
 
@@ -209,7 +176,7 @@ class Leg(Teller):
         )
         if trainer.config.checkpoint.save_ckpt or trainer.config.checkpoint.restore_from is not None:
             trainer.callbacks.append(CheckpointerCallback(trainer))
-            self.watch_saves(trainer.callbacks[0])
+            watch_saves(self, trainer.callbacks[0])
         return trainer
 
     # ---- what is told ----------------------------------------------------------------------------------------------
@@ -247,7 +214,3 @@ def _device(name: str, rank: int) -> torch.device:
     getattr(torch, name).set_device(device)
     torch.use_deterministic_algorithms(True)
     return device
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -10,9 +10,7 @@ import torch
 from conformance.adapter import Job
 from conformance.adapters.hyper_resume_state import buckets
 from conformance.adapters.hyper_resume_stops import Stops
-from conformance.adapters.hyper_resume_watch import WatchedCheckpointer, hold_saves
 from conformance.probe import Probe
-from hyper_resume.trainer.callbacks import CheckpointerCallback
 
 
 class Teller:
@@ -28,13 +26,6 @@ class Teller:
         # Set when nothing but saves is waited for.
         self.is_over = threading.Event()
         self._has_begun = False
-        if self.given.hold_saves:
-            hold_saves(self)
-
-    def watch_saves(self, callback: CheckpointerCallback | None) -> None:
-        """Put a watcher between the callback and its storage."""
-        if callback is not None:
-            callback.checkpointer = WatchedCheckpointer(callback.checkpointer, self)  # type: ignore[assignment]
 
     def buckets(self) -> dict[str, Any]:
         """The live state as text."""

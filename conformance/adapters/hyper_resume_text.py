@@ -19,7 +19,7 @@ import torch
 from conformance.adapter import Job
 from conformance.adapters.hyper_resume_life import is_under_torchrun, join_group, live
 from conformance.adapters.hyper_resume_telling import Teller
-from conformance.adapters.hyper_resume_watch import AfterSaves, BeforeSaves
+from conformance.adapters.hyper_resume_watch import AfterSaves, BeforeSaves, watch_saves
 from conformance.probe import Probe
 from conformance.serial import to_plain
 from hyper_resume import cli
@@ -120,7 +120,7 @@ class TextLeg(Teller):
     def _build(self, *args: Any, **kwargs: Any) -> BaseTrainer:
         trainer = BaseTrainer(*args, callbacks=[lambda made: BeforeSaves(made, self)], **kwargs)
         self.trainer, self.optimizers = trainer, flatten_optimizers(trainer.optimizer)
-        self.watch_saves(next((item for item in trainer.callbacks if isinstance(item, CheckpointerCallback)), None))
+        watch_saves(self, next((item for item in trainer.callbacks if isinstance(item, CheckpointerCallback)), None))
         trainer.callbacks.append(AfterSaves(trainer, self))
         self.tell_built((BeforeSaves, AfterSaves))
         return trainer

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from conformance.adapters.hyper_resume_telling import Teller
 from hyper_resume.checkpoint import layout
 from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback, TrainerState
-
-if TYPE_CHECKING:
-    from conformance.adapters.hyper_resume_telling import Teller
 
 # A held save gives up after so long: training stands still, so what it waits for will not come.
 _HOLD_SECONDS = 4.0
@@ -20,7 +18,16 @@ _LINGER_SECONDS = 0.2
 _POLL_SECONDS = 0.002
 
 
-def hold_saves(leg: Teller) -> None:
+def watch_saves(leg: Teller, callback: CheckpointerCallback | None) -> None:
+    """Put a watcher between the callback and its storage, and hold its saves where the case asks for that."""
+    if callback is None:
+        return
+    callback.checkpointer = WatchedCheckpointer(callback.checkpointer, leg)  # type: ignore[assignment]
+    if leg.given.hold_saves:
+        _hold_saves(leg)
+
+
+def _hold_saves(leg: Teller) -> None:
     """Let a save in the background become visible late, and tell how it went (see ``given.hold_saves``)."""
     original = layout.commit
 

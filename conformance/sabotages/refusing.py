@@ -158,7 +158,7 @@ def _nothing_asked_without_manifest(put: Saboteur, what_is_missing: Any) -> None
             put.fired()
             return Metadata(state_dict_metadata={}, storage_data={})
 
-    put.replace("hyper_resume.checkpoint.loading:check_description", check_description, fires=False)
+    put.replace("hyper_resume.checkpoint.file_verification:check_description", check_description, fires=False)
 
 
 @sabotage("no-scan-behind-the-pointer")
@@ -227,7 +227,7 @@ def _links_passed_over(put: Saboteur) -> None:
             raise FileNotFoundError(directory)
         return original(directory, *args, **how)
 
-    put.replace("hyper_resume.checkpoint.loading:verify", verify, fires=False)
+    put.replace("hyper_resume.checkpoint.file_verification:verify", verify, fires=False)
 
 
 # ---- the pointer ----------------------------------------------------------------------------------------------------
@@ -274,8 +274,8 @@ def _step_found_anywhere_in_the_path(put: Saboteur) -> None:
 
 
 def _believe_the_files(put: Saboteur) -> None:
-    put.replace("hyper_resume.checkpoint.loading:_verify_one", lambda original, *args, **how: "", fires=False)
-    put.replace("hyper_resume.checkpoint.loading:compare_digests", lambda original, *args: None, fires=False)
+    put.replace("hyper_resume.checkpoint.file_verification:_verify_one", lambda original, *args, **how: "", fires=False)
+    put.replace("hyper_resume.checkpoint.bucket_digests:compare_digests", lambda original, *args: None, fires=False)
 
 
 @sabotage("rank-file-of-another-save-accepted")

@@ -82,7 +82,7 @@ def _embedded_entries_of_rank_0_for_all(put: Saboteur) -> None:
 
     put.replace("hyper_resume.checkpoint.reading:read_training_state", read, fires=False)
     # The digests of each rank's own buckets would tell.
-    put.replace("hyper_resume.checkpoint.loading:compare_digests", lambda original, *args: None, fires=False)
+    put.replace("hyper_resume.checkpoint.bucket_digests:compare_digests", lambda original, *args: None, fires=False)
 
 
 @sabotage("refusal-heard-by-one-rank")

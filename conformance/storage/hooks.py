@@ -26,7 +26,14 @@ _COLLECTIVES = {
 }
 
 
-def replace_functions(recorder: Recorder) -> None:
+def install(recorder: Recorder, rank: int, *, wants_interface: bool) -> None:
+    """Record what this process does from now on, as ``rank``; for good. ``wants_interface``: see :meth:`Recorder.begin`."""
+    recorder.begin(rank, wants_interface=wants_interface)
+    _replace_functions(recorder)
+    _replace_collectives(recorder)
+
+
+def _replace_functions(recorder: Recorder) -> None:
     """What Python code changes the disk with is replaced, for good, by what does it and records it."""
     for name, kind in (
         ("mkdir", "make_directory"), ("rmdir", "remove_directory"), ("unlink", "remove"), ("remove", "remove"),
@@ -230,7 +237,7 @@ def _open_function(recorder: Recorder, original: Callable[..., Any]) -> Callable
 # ---- collectives ----------------------------------------------------------------------------------------------------------
 
 
-def replace_collectives(recorder: Recorder) -> None:
+def _replace_collectives(recorder: Recorder) -> None:
     """Entering and leaving a collective is marked from now on."""
     import torch.distributed as dist
 

@@ -13,8 +13,8 @@ import xxhash
 from conformance.storage.hostile_directory import SHARD, STEP, good_files, good_state, raw
 from conformance.storage.hostile_meaning import NoMeaning, doubt_description, index_meaning, table_meaning, value
 from hyper_resume.checkpoint import DistributedCheckpointer
+from hyper_resume.checkpoint.file_verification import check_description
 from hyper_resume.checkpoint.inspect import inspect_step_directory
-from hyper_resume.checkpoint.loading import check_description
 from hyper_resume.checkpoint.manifest import read_manifest, verify_files
 from hyper_resume.checkpoint.reading import load_entries
 from hyper_resume.checkpoint.segments import Proof

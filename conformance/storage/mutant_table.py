@@ -185,15 +185,15 @@ _CHECKS = (
         "if own != _own_digest(content):", "if False:", "corruption/per_rank",
     ),
     _entry(
-        "only-own-rank-verified", "files of ranks that do not exist any more are not verified", "loading:verify",
+        "only-own-rank-verified", "files of ranks that do not exist any more are not verified", "file_verification:verify",
         "entry.rank % world_size == rank", "entry.rank == rank", "corruption/per_rank",
     ),
     _entry(
-        "training-state-unverified", "the files of the training state are not verified", "loading:verify",
+        "training-state-unverified", "the files of the training state are not verified", "file_verification:verify",
         "and _part_of(name) in parts", 'and _part_of(name) == "weights"', "corruption/per_rank",
     ),
     _entry(
-        "first-complaint-lost", "a single complaint of a rank is passed over", "loading:verify",
+        "first-complaint-lost", "a single complaint of a rank is passed over", "file_verification:verify",
         "    if complaints:\n", "    if len(complaints) > 1:\n", "corruption/per_rank",
     ),
     _entry(
@@ -203,11 +203,11 @@ _CHECKS = (
     ),
     _entry(
         "load-unverified", "nothing is verified", "proving:LastProved.of",
-        "known.manifest = loading.verify(directory, self._how, group, parts=left, proofs=known.proofs)",
-        "known.manifest = loading.read_manifest(directory)", "corruption/per_rank",
+        "known.manifest = file_verification.verify(directory, self._how, group, parts=left, proofs=known.proofs)",
+        "known.manifest = file_verification.read_manifest(directory)", "corruption/per_rank",
     ),
     _entry(
-        "other-step-passes", "a manifest of another step passes in LATEST and load", "loading:wrong_name",
+        "other-step-passes", "a manifest of another step passes in LATEST and load", "file_verification:wrong_name",
         "    if step in (None, manifest.step):\n", "    if True:\n", "corruption/per_rank",
     ),
     _entry(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.storage import disk, forked_ranks, orders
+from conformance.storage import disk, forked_ranks, hooks, orders
 from conformance.storage.history import History, Operation, Tree
 from conformance.storage.scenarios import WORLD_SIZE, Scenario, Subject
 from conformance.storage.tracing import RankTrace, Recorder
@@ -77,7 +77,7 @@ def trace(
     def traced() -> RankTrace:
         import torch.distributed as dist
 
-        recorder.install(dist.get_rank(), wants_interface=subject.wants_interface)
+        hooks.install(recorder, dist.get_rank(), wants_interface=subject.wants_interface)
         with subject.installed(recorder):
             scenario.life(root, recorder.mark)
         return recorder.trace()

@@ -35,10 +35,10 @@ class RankTrace:
 
 
 class Recorder:
-    """Made before the ranks are forked (they share its counter), installed in each of them, for good."""
+    """Made before the ranks are forked (they share its counter); each calls :func:`conformance.storage.hooks.install`."""
 
     def __init__(self, root: Path, told: Callable[[Operation], None] | None = None) -> None:
-        """Nothing is recorded before :meth:`install`. ``told`` hears of each operation before anything else happens."""
+        """Nothing is recorded before :meth:`begin`. ``told`` is called with each operation before anything else happens."""
         self._hear = told
         self._root = os.path.realpath(root)
         self._counter = multiprocessing.get_context("fork").Value("q", 0)
@@ -52,14 +52,10 @@ class Recorder:
         self._inside = threading.local()
         self._wants_interface = False
 
-    def install(self, rank: int, *, wants_interface: bool) -> None:
-        """Record from now on, as ``rank``. With ``wants_interface`` what is made outside :meth:`inside` is told of."""
+    def begin(self, rank: int, *, wants_interface: bool) -> None:
+        """Record as ``rank``. With ``wants_interface`` each operation that is made outside :meth:`inside` is listed."""
         self._rank = rank
         self._wants_interface = wants_interface
-        from conformance.storage import hooks
-
-        hooks.replace_functions(self)
-        hooks.replace_collectives(self)
 
     def trace(self) -> RankTrace:
         """What was recorded."""

@@ -13,15 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-
-from hyper_resume.checkpoint.layout import STAGING_NAME
-from hyper_resume.checkpoint.manifest import Manifest
-from hyper_resume.checkpoint.reading import load_entries
 from hyper_resume.errors import CheckpointMismatchError, describe
 
 SAVE_ID = "save_id"
-_ENTRY = re.compile(r"save_id\.(rank_[0-9]+)")
+SHARD_ENTRY = re.compile(r"save_id\.(rank_[0-9]+)")
 
 
 def mark_shards(payload: dict[str, Any], save_id: str, rank: int) -> None:
@@ -29,44 +24,31 @@ def mark_shards(payload: dict[str, Any], save_id: str, rank: int) -> None:
     payload[SAVE_ID] = {f"rank_{rank}": save_id}
 
 
-def read_save_id(directory: Path, metadata: Metadata, manifest: Manifest | None = None) -> str | None:
-    """Return the id of the save that the metadata and all shards are of; None when they carry none.
-
-    Raises:
-        CheckpointMismatchError: they are of different saves.
-    """
-    if manifest is not None:
-        # Its digests hold all parts together already.
-        return manifest.attempt
-    ranks = [match.group(1) for match in map(_ENTRY.fullmatch, metadata.state_dict_metadata) if match]
-    if not ranks:
-        return None
-    values = load_entries({f"{SAVE_ID}.{rank}": None for rank in sorted(ranks)}, directory, metadata).values
-    found = {f"the shards of {name.removeprefix(f'{SAVE_ID}.')}": save_id for name, save_id in values.items()}
-    staged = Path(str(getattr(metadata.storage_meta, "checkpoint_id", None) or ""))
-    if staged.parent.name == STAGING_NAME:
-        found["the metadata"] = staged.name
-    _refuse_mixture(found, directory)
-    first: str = next(iter(found.values()))
-    return first
-
-
 def check_training_state(state: Mapping[str, Any], save_id: str | None, directory: Path) -> None:
     """Refuse training state of another save than the shards beside it.
 
     Args:
         state: one rank's training state.
-        save_id: what :func:`read_save_id` returned; with None nothing is asked.
+        save_id: what :func:`hyper_resume.checkpoint.reading.read_save_id` returned; with None nothing is asked.
         directory: for the message.
 
     Raises:
         CheckpointMismatchError: it is of another save, or does not say.
     """
     if save_id is not None:
-        _refuse_mixture({"the shards": save_id, f"extra_state of rank {state['rank']}": state.get(SAVE_ID)}, directory)
+        refuse_mixture({"the shards": save_id, f"extra_state of rank {state['rank']}": state.get(SAVE_ID)}, directory)
 
 
-def _refuse_mixture(found: Mapping[str, Any], directory: Path) -> None:
+def refuse_mixture(found: Mapping[str, Any], directory: Path) -> None:
+    """Refuse parts of different saves.
+
+    Args:
+        found: part, for the message -> the id of its save.
+        directory: the step directory, for the message.
+
+    Raises:
+        CheckpointMismatchError: the ids differ.
+    """
     if len(set(found.values())) > 1:
         raise CheckpointMismatchError(
             describe(

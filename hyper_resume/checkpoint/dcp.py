@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hyper_resume import collective
+from hyper_resume.checkpoint import bucket_digests, layout, lineage, loading, own_part, saving
 from hyper_resume.checkpoint import extra_state as extra
-from hyper_resume.checkpoint import layout, lineage, loading, own_part, saving
-from hyper_resume.checkpoint.attempt import check_training_state, read_save_id
+from hyper_resume.checkpoint.attempt import check_training_state
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase, LoadReport
 from hyper_resume.checkpoint.copying import uncollected
 from hyper_resume.checkpoint.entries import Read
@@ -31,7 +31,7 @@ from hyper_resume.checkpoint.manifest import Manifest
 from hyper_resume.checkpoint.own_part import How
 from hyper_resume.checkpoint.plan_cache import CachingPlanner, PlanCache
 from hyper_resume.checkpoint.proving import LastProved
-from hyper_resume.checkpoint.reading import load_entries, read_own_training_state
+from hyper_resume.checkpoint.reading import load_entries, read_own_training_state, read_save_id
 from hyper_resume.checkpoint.retention import Retention
 from hyper_resume.checkpoint.root import WritableRoot
 from hyper_resume.checkpoint.saving import Attempt, draft_manifest, mesh_of
@@ -301,12 +301,12 @@ class DistributedCheckpointer(CheckpointerBase):
     ) -> None:
         """Read, and refuse, on every rank, what was read otherwise than it was saved, and what the caller does not take."""
         group = self._group()
-        saved = loading.saved_digests(manifest, mesh_of(incoming.state))
+        saved = bucket_digests.saved_digests(manifest, mesh_of(incoming.state))
 
         def check() -> dict[str, str]:
             incoming.take(read())
             found = {**incoming.digests(saved), **extra.bucket_digests(training_state)}
-            loading.compare_digests(saved, found, incoming.not_as_saved(manifest), path)
+            bucket_digests.compare_digests(saved, found, incoming.not_as_saved(manifest), path)
             if self.check_loaded is not None:
                 self.check_loaded(incoming.nested(), training_state)
             return found

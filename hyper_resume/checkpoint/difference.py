@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hyper_resume.checkpoint import extra_state as extra
-from hyper_resume.checkpoint import loading
+from hyper_resume.checkpoint import file_verification
 from hyper_resume.checkpoint.attempt import SAVE_ID
 from hyper_resume.checkpoint.manifest import Manifest
 from hyper_resume.checkpoint.reading import load_entries, read_training_state
@@ -64,8 +64,8 @@ def compare(first: str | Path, second: str | Path) -> Iterator[Difference]:
 
 
 def _open(directory: Path) -> _Side:
-    manifest = loading.verify(directory, "digest", None)
-    return _Side(directory, loading.check_description(directory, manifest), manifest)
+    manifest = file_verification.verify(directory, "digest", None)
+    return _Side(directory, file_verification.check_description(directory, manifest), manifest)
 
 
 def _compare_entries(one: _Side, other: _Side) -> Iterator[Difference]:

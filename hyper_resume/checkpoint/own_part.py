@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from hyper_resume import collective, device
 from hyper_resume.checkpoint import extra_state as extra
-from hyper_resume.checkpoint import loading
 from hyper_resume.checkpoint.attempt import SAVE_ID, mark_shards
+from hyper_resume.checkpoint.bucket_digests import bucket_digests, name_digests
 from hyper_resume.checkpoint.filesystem import WrittenTensor
 from hyper_resume.checkpoint.flat import flatten
 from hyper_resume.checkpoint.manifest import FileEntry
@@ -54,7 +54,7 @@ class OwnPart:
 
     def digest_payload(self, known: Mapping[str, bytes] = MappingProxyType({})) -> Mapping[str, str]:
         """Take the digests of the live payload's buckets; ``known`` are those of its tensors' bytes that need not be taken."""
-        found = loading.bucket_digests(self.flat, known=known)
+        found = bucket_digests(self.flat, known=known)
         self.buckets.update(found)
         return found
 
@@ -105,7 +105,7 @@ def prepare(
     for kind in {value.device.type for value in flat.values() if isinstance(value, torch.Tensor)}:
         device.synchronize(kind)
     buckets = extra.bucket_digests(training_state or {})
-    part = OwnPart(payload, flat, layout, loading.name_digests(flat), buckets)
+    part = OwnPart(payload, flat, layout, name_digests(flat), buckets)
     if how == "thread":
         staged = stager.stage(flat, places)
         part.written = staged.state

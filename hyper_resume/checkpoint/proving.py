@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hyper_resume import collective
-from hyper_resume.checkpoint import loading
+from hyper_resume.checkpoint import file_verification
 from hyper_resume.checkpoint.manifest import Manifest
 from hyper_resume.checkpoint.segments import Proof
 
@@ -23,7 +23,7 @@ class _Known:
     directory: Path
     manifest: Manifest | None = None
     metadata: Metadata | None = None
-    parts: set[loading.Part] = field(default_factory=set)
+    parts: set[file_verification.Part] = field(default_factory=set)
     proofs: dict[str, Proof] = field(default_factory=dict)
 
 
@@ -45,16 +45,18 @@ class LastProved:
             CheckpointNotFoundError: files are missing; on every rank.
             CheckpointMismatchError: it is not as it was written; on every rank.
         """
-        parts: set[loading.Part] = {"weights", "training state"} if training_state else {"weights"}
+        parts: set[file_verification.Part] = {"weights", "training state"} if training_state else {"weights"}
         known = self._last
         if known is None or known.directory != directory.absolute():
             known = _Known(directory=directory.absolute())
         if not parts <= known.parts:
             left = parts - known.parts
-            known.manifest = loading.verify(directory, self._how, group, parts=left, proofs=known.proofs)
+            known.manifest = file_verification.verify(directory, self._how, group, parts=left, proofs=known.proofs)
             known.parts |= parts
         if known.metadata is None:
-            known.metadata = collective.agree(lambda: loading.check_description(directory, known.manifest), group)
+            known.metadata = collective.agree(
+                lambda: file_verification.check_description(directory, known.manifest), group
+            )
         self._last = known
         return known.manifest, known.metadata, known.proofs
 

@@ -14,7 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from hyper_resume import collective
 from hyper_resume.checkpoint import extra_state as extra
 from hyper_resume.checkpoint import safe_load
+from hyper_resume.checkpoint.attempt import SAVE_ID, SHARD_ENTRY, refuse_mixture
 from hyper_resume.checkpoint.entries import Entries, Read
+from hyper_resume.checkpoint.layout import STAGING_NAME
 from hyper_resume.checkpoint.manifest import Manifest
 from hyper_resume.checkpoint.segments import Proof
 from hyper_resume.errors import CheckpointMismatchError, HyperResumeError, describe
@@ -123,3 +125,25 @@ def read_own_training_state(
     else:
         logger.info("Read extra_state from %s", extra.file_path(directory, state["rank"]))
     return state
+
+
+def read_save_id(directory: Path, metadata: Metadata, manifest: Manifest | None = None) -> str | None:
+    """Return the id of the save that the metadata and all shards are of; None when they carry none.
+
+    Raises:
+        CheckpointMismatchError: they are of different saves.
+    """
+    if manifest is not None:
+        # Its digests hold all parts together already.
+        return manifest.attempt
+    ranks = [match.group(1) for match in map(SHARD_ENTRY.fullmatch, metadata.state_dict_metadata) if match]
+    if not ranks:
+        return None
+    values = load_entries({f"{SAVE_ID}.{rank}": None for rank in sorted(ranks)}, directory, metadata).values
+    found = {f"the shards of {name.removeprefix(f'{SAVE_ID}.')}": save_id for name, save_id in values.items()}
+    staged = Path(str(getattr(metadata.storage_meta, "checkpoint_id", None) or ""))
+    if staged.parent.name == STAGING_NAME:
+        found["the metadata"] = staged.name
+    refuse_mixture(found, directory)
+    first: str = next(iter(found.values()))
+    return first

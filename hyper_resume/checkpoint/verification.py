@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hyper_resume.checkpoint import layout, lineage, operations
-from hyper_resume.checkpoint.loading import check_description, wrong_name
+from hyper_resume.checkpoint.file_verification import check_description, wrong_name
 from hyper_resume.checkpoint.lock import LOCK_NAME
 from hyper_resume.checkpoint.manifest import (
     MANIFEST_NAME,

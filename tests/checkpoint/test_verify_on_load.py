@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from hyper_resume.checkpoint import DistributedCheckpointer, loading, operations
+from hyper_resume.checkpoint import DistributedCheckpointer, file_verification, operations
 from hyper_resume.checkpoint.operations import FileOperations
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError
 from tests.checkpoint.directories import latest
@@ -48,7 +48,7 @@ def _save(folder: str) -> None:
 def _reads_of_a_verification(folder: str, how: Literal["digest", "size"]) -> list[str]:
     directory = Path(folder) / "global_step_1"
     with operations.use(Reads(directory)) as reads:
-        loading.verify(directory, how, None)
+        file_verification.verify(directory, how, None)
     assert isinstance(reads, Reads)
     return sorted(reads.names)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance.check import CHECKS, run_check
+from conformance.checks import CHECKS, run_check
 from conformance.evidence import Evidence, LegEvidence
 from conformance.results import AskedFault, CalibrationRecord, LegRecord, LookRecord, RankEnd
 from tests.conformance.trajectories import line, write_rank_file

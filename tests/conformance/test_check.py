@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conformance.check import COLUMNS, VERDICT_COLUMNS, ComparisonError, compare_trajectories
+from conformance.compare import COLUMNS, VERDICT_COLUMNS, ComparisonError, compare_trajectories
 from conformance.comparison import Divergence
 from conformance.record import Trajectory
 from tests.conformance.trajectories import RANKS, Change, trajectory

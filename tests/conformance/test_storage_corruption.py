@@ -162,9 +162,9 @@ def _stock(_: None) -> list[Verdict]:
 
 
 def _verify_nothing() -> None:
-    from hyper_resume.checkpoint import loading, manifest
+    from hyper_resume.checkpoint import file_verification, manifest
 
-    manifest.verify_files = loading.verify_files = lambda *args, **kwargs: []  # type: ignore[attr-defined]
+    manifest.verify_files = file_verification.verify_files = lambda *args, **kwargs: []  # type: ignore[attr-defined]
 
 
 def _places(_: None) -> tuple[Material, list[Verdict]]:
@@ -333,14 +333,14 @@ def test_a_size_check_that_is_gone_is_noticed_though_digests_still_hold(worker: 
 
 
 def _pass_any_size() -> None:
-    from hyper_resume.checkpoint import loading, manifest
+    from hyper_resume.checkpoint import file_verification, manifest
 
     original = manifest.verify_files
 
     def instead(*args: Any, digests: bool, **more: Any) -> list[str]:
         return original(*args, digests=True, **more) if digests else []
 
-    manifest.verify_files = loading.verify_files = instead  # type: ignore[attr-defined]
+    manifest.verify_files = file_verification.verify_files = instead  # type: ignore[attr-defined]
 
 
 def test_a_smoke_run_has_a_record_for_each_kind_and_none_of_it_is_silent() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from conformance.storage import hooks
 from conformance.storage.disk import difference, read_tree
 from conformance.storage.forked_ranks import fan_out
 from conformance.storage.history import History, Operation, TraceError
@@ -50,7 +51,7 @@ def _record(_: int) -> tuple[list[Operation], str]:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         recorder = Recorder(root)
-        recorder.install(0, wants_interface=False)
+        hooks.install(recorder, 0, wants_interface=False)
         _many_ways(root)
         operations = list(recorder.trace().operations)
         return operations, difference(History({}, operations).tree(), read_tree(root))
