@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hyper_resume import digest
-from hyper_resume.checkpoint.filesystem import ShardWriter, ShardWriteResult
-from hyper_resume.checkpoint.manifest import FileEntry, Manifest
-from hyper_resume.checkpoint.plan_cache import CachingPlanner, PlanCache
+from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest
+from hyper_resume.checkpoint.saving.plan_cache import CachingPlanner, PlanCache
+from hyper_resume.checkpoint.saving.shard_writer import ShardWriter, ShardWriteResult
 
 
 def forget_plans() -> None:

@@ -145,7 +145,7 @@ def _outlast_signals(trainer: TextTrainer, names: Sequence[str]) -> None:
 
 
 def _inspect(step_dir: str, *, as_json: bool) -> None:
-    from hyper_resume.checkpoint.inspect import inspect_step_directory
+    from hyper_resume.checkpoint.commands.inspect import inspect_step_directory
 
     inspection = inspect_step_directory(step_dir)
     if as_json:

@@ -47,7 +47,7 @@ def add_commands(commands: Any) -> None:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print one line a step directory; returns 1 when one is not good."""
-    from hyper_resume.checkpoint.verification import verify_path
+    from hyper_resume.checkpoint.commands.verification import verify_path
 
     found = verify_path(arguments.path, digests=not arguments.size_only)
     if arguments.json:
@@ -69,7 +69,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def run_diff(arguments: argparse.Namespace) -> int:
     """Print a line for each entry that differs; returns 1 when one does."""
-    from hyper_resume.checkpoint.difference import Difference, compare
+    from hyper_resume.checkpoint.commands.difference import Difference, compare
 
     def show(one: Difference) -> str:
         rank = "" if one.rank is None else f" of rank {one.rank}"
@@ -96,8 +96,9 @@ def run_prune(arguments: argparse.Namespace) -> int:
         ConfigError: nothing says what to keep.
         CheckpointLockedError: a run saves there now.
     """
-    from hyper_resume.checkpoint import lock, retention
-    from hyper_resume.checkpoint.retention import Retention
+    from hyper_resume.checkpoint.disk import lock
+    from hyper_resume.checkpoint.history import retention
+    from hyper_resume.checkpoint.history.retention import Retention
 
     keep = Retention(
         keep_last=arguments.keep_last,
@@ -128,7 +129,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Print what was found; returns 1 when there is a problem."""
-    from hyper_resume.checkpoint.doctor import examine
+    from hyper_resume.checkpoint.commands.doctor import examine
 
     findings = examine(None if arguments.checkpoint_dir is None else Path(arguments.checkpoint_dir))
     for finding in findings:

@@ -12,14 +12,17 @@ from conformance.adapter import Job
 from conformance.adapters.hyper_resume_parts import TroubleError
 from conformance.file_operations import FileOperations
 from conformance.probe import Probe
-from hyper_resume.checkpoint import dcp, layout, operations, saving
+from hyper_resume.checkpoint import dcp
+from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.format import layout
+from hyper_resume.checkpoint.saving import publication
 
 _STEP = re.compile(r"global_step_(\d+)")
 # Moment -> the function of the library that begins then.
 _BEGINNINGS = {
     "before_commit": (layout, "commit"),
     "before_pointer": (layout, "write_pointer"),
-    "before_retention": (saving, "_clear_outdated"),
+    "before_retention": (publication, "_clear_outdated"),
     "during_load": (dcp, "load_entries"),
 }
 

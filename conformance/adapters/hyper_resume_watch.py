@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.adapters.hyper_resume_telling import Teller
-from hyper_resume.checkpoint import layout
+from hyper_resume.checkpoint.format import layout
 from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback, TrainerState
 
 # A held save gives up after so long: training stands still, so what it waits for will not come.

@@ -8,7 +8,7 @@ from typing import Any
 from conformance.sabotage import Saboteur, sabotage
 
 _DCP = "hyper_resume.checkpoint.dcp"
-_STAGING = "hyper_resume.checkpoint.staging"
+_STAGING = "hyper_resume.checkpoint.saving.staging"
 _STORAGE = f"{_DCP}:DistributedCheckpointer"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer:CheckpointerCallback"
 _WAIT_SECONDS = 3.0
@@ -124,7 +124,7 @@ def _error_abandons_the_save(put: Saboteur) -> None:
 def _pointer_moved_before_the_data(put: Saboteur) -> None:
     def start(original: Any, storage: Any, payload: Any, writer: Any, planner: Any, attempt: Any, how: str) -> None:
         from hyper_resume import collective
-        from hyper_resume.checkpoint import layout
+        from hyper_resume.checkpoint.format import layout
 
         if collective.rank() == 0:
             layout.write_pointer(attempt.target.parent, attempt.global_step)

@@ -219,7 +219,7 @@ def _start_line_left_out(put: Saboteur) -> None:
 
 @sabotage("layout-not-told")
 def _layout_not_told(put: Saboteur) -> None:
-    put.replace("hyper_resume.checkpoint.reading:logger.info", lambda original, *args: None)
+    put.replace("hyper_resume.checkpoint.loading.reading:logger.info", lambda original, *args: None)
 
 
 @sabotage("policy-warns-of-nothing")
@@ -229,7 +229,7 @@ def _policy_warns_of_nothing(put: Saboteur) -> None:
 
 @sabotage("damaged-pointer-not-told")
 def _damaged_pointer_not_told(put: Saboteur) -> None:
-    put.replace("hyper_resume.checkpoint.lineage:logger.warning", lambda original, *args: None)
+    put.replace("hyper_resume.checkpoint.history.lineage:logger.warning", lambda original, *args: None)
 
 
 @sabotage("optimizer-count-mismatch-silent")

@@ -10,7 +10,7 @@ _PAYLOAD = "hyper_resume.trainer.payload"
 _RESTORE = "hyper_resume.trainer.restore"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
 _SCHEDULER = "hyper_resume.state.scheduler"
-_EXTRA_STATE = "hyper_resume.checkpoint.extra_state"
+_EXTRA_STATE = "hyper_resume.checkpoint.format.extra_state"
 
 
 # ---- schedules ------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def _read_by_write_flags(put: Saboteur) -> None:
 @sabotage("layout-by-setting")
 def _layout_by_setting(put: Saboteur) -> None:
     def read(original: Any, storage: Any, directory: Any, metadata: Any, manifest: Any) -> Any:
-        from hyper_resume.checkpoint import extra_state
+        from hyper_resume.checkpoint.format import extra_state
 
         found = extra_state.detect(directory, metadata, manifest)
         if (found.kind == "per_rank") is not storage._extra_state_per_rank:

@@ -11,9 +11,9 @@ from conformance.sabotage import Saboteur, sabotage
 
 _DCP = "hyper_resume.checkpoint.dcp"
 _STORAGE = f"{_DCP}:DistributedCheckpointer"
-_SAVING = "hyper_resume.checkpoint.saving"
-_RETENTION = "hyper_resume.checkpoint.retention"
-_LOCK = "hyper_resume.checkpoint.lock"
+_SAVING = "hyper_resume.checkpoint.saving.publication"
+_RETENTION = "hyper_resume.checkpoint.history.retention"
+_LOCK = "hyper_resume.checkpoint.disk.lock"
 
 
 @sabotage("retention-never-acts")
@@ -26,7 +26,7 @@ def _retention_deletes_the_newest(put: Saboteur) -> None:
     """The oldest are kept instead of the newest."""
 
     def outdated(original: Any, keep: Any, checkpoint_dir: Path, *args: Any) -> Any:
-        from hyper_resume.checkpoint import lineage
+        from hyper_resume.checkpoint.history import lineage
 
         doomed = original(keep, checkpoint_dir, *args)
         found = sorted(lineage.survey(checkpoint_dir), key=lambda one: one.order, reverse=True)
@@ -120,7 +120,7 @@ def _lock_not_taken(put: Saboteur) -> None:
 @sabotage("readers-take-the-lock")
 def _readers_take_the_lock(put: Saboteur) -> None:
     def find_latest(original: Any, storage: Any, checkpoint_dir: str) -> Any:
-        from hyper_resume.checkpoint import lock
+        from hyper_resume.checkpoint.disk import lock
 
         lock.acquire(Path(checkpoint_dir))
         return original(storage, checkpoint_dir)

@@ -11,11 +11,11 @@ from conformance.sabotage import Saboteur, sabotage
 
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer:CheckpointerCallback"
 _RESTORE = "hyper_resume.trainer.restore"
-_LAYOUT = "hyper_resume.checkpoint.layout"
-_LINEAGE = "hyper_resume.checkpoint.lineage"
+_LAYOUT = "hyper_resume.checkpoint.format.layout"
+_LINEAGE = "hyper_resume.checkpoint.history.lineage"
 _DCP = "hyper_resume.checkpoint.dcp"
 _STORAGE = f"{_DCP}:DistributedCheckpointer"
-_EXTRA = "hyper_resume.checkpoint.extra_state"
+_EXTRA = "hyper_resume.checkpoint.format.extra_state"
 _PAYLOAD = "hyper_resume.trainer.payload"
 
 
@@ -158,13 +158,13 @@ def _nothing_asked_without_manifest(put: Saboteur, what_is_missing: Any) -> None
             put.fired()
             return Metadata(state_dict_metadata={}, storage_data={})
 
-    put.replace("hyper_resume.checkpoint.file_verification:check_description", check_description, fires=False)
+    put.replace("hyper_resume.checkpoint.loading.file_verification:check_description", check_description, fires=False)
 
 
 @sabotage("no-scan-behind-the-pointer")
 def _no_scan_behind_the_pointer(put: Saboteur) -> None:
     def in_order(original: Any, checkpoint_dir: Path) -> Any:
-        from hyper_resume.checkpoint import layout
+        from hyper_resume.checkpoint.format import layout
 
         order, (pointed, _) = original(checkpoint_dir), layout.read_pointer(checkpoint_dir)
         named = tuple(path for path in order.directories if path.name == f"global_step_{pointed}")
@@ -227,7 +227,7 @@ def _links_passed_over(put: Saboteur) -> None:
             raise FileNotFoundError(directory)
         return original(directory, *args, **how)
 
-    put.replace("hyper_resume.checkpoint.file_verification:verify", verify, fires=False)
+    put.replace("hyper_resume.checkpoint.loading.file_verification:verify", verify, fires=False)
 
 
 # ---- the pointer ----------------------------------------------------------------------------------------------------
@@ -250,13 +250,13 @@ def _pointer_to_an_older_step(put: Saboteur) -> None:
 def _pointer_moved_before_the_commit(put: Saboteur) -> None:
     def commit(original: Any, attempt: Any, group: Any) -> Any:
         from hyper_resume import collective
-        from hyper_resume.checkpoint import layout
+        from hyper_resume.checkpoint.format import layout
 
         if collective.rank() == 0:
             layout.write_pointer(attempt.target.parent, attempt.global_step)
         return original(attempt, group)
 
-    put.replace("hyper_resume.checkpoint.saving:commit", commit)
+    put.replace("hyper_resume.checkpoint.saving.publication:commit", commit)
 
 
 @sabotage("step-found-anywhere-in-the-path")
@@ -274,8 +274,12 @@ def _step_found_anywhere_in_the_path(put: Saboteur) -> None:
 
 
 def _believe_the_files(put: Saboteur) -> None:
-    put.replace("hyper_resume.checkpoint.file_verification:_verify_one", lambda original, *args, **how: "", fires=False)
-    put.replace("hyper_resume.checkpoint.bucket_digests:compare_digests", lambda original, *args: None, fires=False)
+    put.replace(
+        "hyper_resume.checkpoint.loading.file_verification:_verify_one", lambda original, *args, **how: "", fires=False
+    )
+    put.replace(
+        "hyper_resume.checkpoint.format.bucket_digests:compare_digests", lambda original, *args: None, fires=False
+    )
 
 
 @sabotage("rank-file-of-another-save-accepted")

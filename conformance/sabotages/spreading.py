@@ -13,7 +13,7 @@ _RESTORE = "hyper_resume.trainer.restore"
 _CALLBACK_MODULE = "hyper_resume.trainer.callbacks.checkpointer"
 _CALLBACK = f"{_CALLBACK_MODULE}:CheckpointerCallback"
 _STORAGE = "hyper_resume.checkpoint.dcp:DistributedCheckpointer"
-_EXTRA = "hyper_resume.checkpoint.extra_state"
+_EXTRA = "hyper_resume.checkpoint.format.extra_state"
 _TENSOR_PARALLEL = "hyper_resume.parallel.tensor_parallel"
 # The one of several ranks that a defect strikes; there is one in every job of more than one.
 _STRUCK = 1
@@ -80,9 +80,11 @@ def _embedded_entries_of_rank_0_for_all(put: Saboteur) -> None:
         put.fired()
         return {**original(directory, metadata, found, 0), "rank": rank}
 
-    put.replace("hyper_resume.checkpoint.reading:read_training_state", read, fires=False)
+    put.replace("hyper_resume.checkpoint.loading.reading:read_training_state", read, fires=False)
     # The digests of each rank's own buckets would tell.
-    put.replace("hyper_resume.checkpoint.bucket_digests:compare_digests", lambda original, *args: None, fires=False)
+    put.replace(
+        "hyper_resume.checkpoint.format.bucket_digests:compare_digests", lambda original, *args: None, fires=False
+    )
 
 
 @sabotage("refusal-heard-by-one-rank")
@@ -113,7 +115,7 @@ def _commit_before_all_ranks_are_done(put: Saboteur) -> None:
         return _entry(rank, content)
 
     def publish(original: Any, storage: Any, attempt: Any) -> None:
-        from hyper_resume.checkpoint import extra_state
+        from hyper_resume.checkpoint.format import extra_state
 
         original(storage, attempt)
         while late:
@@ -142,7 +144,7 @@ def _shard_arrives_after_the_commit(put: Saboteur) -> None:
         return results
 
     def publish(original: Any, storage: Any, attempt: Any) -> None:
-        from hyper_resume.checkpoint import operations
+        from hyper_resume.checkpoint.disk import operations
 
         original(storage, attempt)
         while late:
@@ -154,7 +156,7 @@ def _shard_arrives_after_the_commit(put: Saboteur) -> None:
                 file.write(content)
                 file.sync()
 
-    put.replace("hyper_resume.checkpoint.filesystem:ShardWriter._write_shard", write, fires=False)
+    put.replace("hyper_resume.checkpoint.saving.shard_writer:ShardWriter._write_shard", write, fires=False)
     put.replace(f"{_STORAGE}._publish", publish, fires=False)
 
 
@@ -169,7 +171,7 @@ def _head_norms_left_out_of_the_plan(put: Saboteur) -> None:
 def _entry(rank: int, content: bytes) -> Any:
     """What the manifest says of a file, written or not."""
     from hyper_resume import digest
-    from hyper_resume.checkpoint.manifest import FileEntry
+    from hyper_resume.checkpoint.format.manifest import FileEntry
 
     return FileEntry(size_bytes=len(content), digest=digest.digest_bytes([content]), rank=rank)
 

@@ -12,4 +12,4 @@ def _missing_key_tolerated(put: Saboteur) -> None:
     def check(original: Any, wanted: Any, metadata: Any, *, strict: bool, where: str) -> None:
         original(wanted, metadata, strict=False, where=where)
 
-    put.replace("hyper_resume.checkpoint.loading:check_model_entries", check)
+    put.replace("hyper_resume.checkpoint.loading.buffers:check_model_entries", check)

@@ -13,13 +13,14 @@ from conformance.sabotage import Saboteur, sabotage
 
 _DCP = "hyper_resume.checkpoint.dcp"
 _STORAGE = f"{_DCP}:DistributedCheckpointer"
-_LOADING = "hyper_resume.checkpoint.loading"
-_MANIFEST = "hyper_resume.checkpoint.manifest"
-_LINEAGE = "hyper_resume.checkpoint.lineage"
-_LAYOUT = "hyper_resume.checkpoint.layout"
-_SAVING = "hyper_resume.checkpoint.saving"
-_OPERATIONS = "hyper_resume.checkpoint.operations"
-_ROOT = "hyper_resume.checkpoint.root:WritableRoot"
+_VERIFYING = "hyper_resume.checkpoint.loading.file_verification"
+_DIGESTS = "hyper_resume.checkpoint.format.bucket_digests"
+_MANIFEST = "hyper_resume.checkpoint.format.manifest"
+_LINEAGE = "hyper_resume.checkpoint.history.lineage"
+_LAYOUT = "hyper_resume.checkpoint.format.layout"
+_SAVING = "hyper_resume.checkpoint.saving.publication"
+_OPERATIONS = "hyper_resume.checkpoint.disk.operations"
+_ROOT = "hyper_resume.checkpoint.saving.root:WritableRoot"
 _FINDINGS = "hyper_resume.trainer.findings"
 _RESTORE = "hyper_resume.trainer.restore"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
@@ -35,7 +36,7 @@ def _digest_not_verified(put: Saboteur) -> None:
     def verify(original: Any, directory: Path, how: str, *args: Any, **options: Any) -> Any:
         return original(directory, "size", *args, **options)
 
-    put.replace(f"{_LOADING}:verify", verify)
+    put.replace(f"{_VERIFYING}:verify", verify)
 
 
 @sabotage("sizes-not-verified")
@@ -48,7 +49,7 @@ def _verdict_ignored(put: Saboteur) -> None:
     """Files are verified, and what is found is dropped."""
 
     def verify(original: Any, directory: Path, how: str, *args: Any, **options: Any) -> Any:
-        from hyper_resume.checkpoint.manifest import read_manifest
+        from hyper_resume.checkpoint.format.manifest import read_manifest
         from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError
 
         try:
@@ -57,7 +58,7 @@ def _verdict_ignored(put: Saboteur) -> None:
             put.fired()
             return read_manifest(directory)
 
-    put.replace(f"{_LOADING}:verify", verify, fires=False)
+    put.replace(f"{_VERIFYING}:verify", verify, fires=False)
 
 
 @sabotage("fallback-without-reason")
@@ -78,10 +79,10 @@ def _manifest_of_any_content(put: Saboteur) -> None:
             put.fired()
             return None
 
-    for module in (_LOADING, _LINEAGE, _LAYOUT):
+    for module in (_VERIFYING, _LINEAGE, _LAYOUT):
         put.replace(f"{module}:read_manifest", read_manifest, fires=False)
     put.replace(f"{_LINEAGE}:_is_its_own", lambda original, one: True, fires=False)
-    put.replace(f"{_LOADING}:check_description", lambda original, directory, manifest: None, fires=False)
+    put.replace(f"{_VERIFYING}:check_description", lambda original, directory, manifest: None, fires=False)
 
 
 @sabotage("step-of-the-manifest-not-compared")
@@ -89,7 +90,7 @@ def _step_of_the_manifest_not_compared(put: Saboteur) -> None:
     """Whatever step a manifest is of, it is taken for that of the directory; and so are the files it describes."""
 
     def read_manifest(original: Any, directory: Path) -> Any:
-        from hyper_resume.checkpoint.layout import parse_step
+        from hyper_resume.checkpoint.format.layout import parse_step
 
         manifest, step = original(directory), parse_step(directory.name)
         if manifest is None or step in (None, manifest.step):
@@ -97,13 +98,13 @@ def _step_of_the_manifest_not_compared(put: Saboteur) -> None:
         put.fired()
         return dataclasses.replace(manifest, step=step, files={})
 
-    for module in (_LOADING, _LINEAGE, _LAYOUT):
+    for module in (_VERIFYING, _LINEAGE, _LAYOUT):
         put.replace(f"{module}:read_manifest", read_manifest, fires=False)
 
 
 @sabotage("bucket-digests-not-compared")
 def _bucket_digests_not_compared(put: Saboteur) -> None:
-    put.replace(f"{_LOADING}:compare_digests", lambda original, *args: None)
+    put.replace(f"{_DIGESTS}:compare_digests", lambda original, *args: None)
 
 
 @sabotage("bucket-of-the-wrong-rank")
@@ -136,7 +137,7 @@ def _load_not_buffered(put: Saboteur) -> None:
 
 @sabotage("unknown-files-not-told")
 def _unknown_files_not_told(put: Saboteur) -> None:
-    put.replace(f"{_LOADING}:unlisted_files", lambda original, *args: [])
+    put.replace(f"{_VERIFYING}:unlisted_files", lambda original, *args: [])
 
 
 @sabotage("unknown-entries-not-told")
@@ -160,7 +161,7 @@ def _manifest_not_written_last(put: Saboteur) -> None:
     held: list[Any] = []
 
     def write_pieces(original: Any, path: Path, pieces: Any) -> Any:
-        from hyper_resume.checkpoint.manifest import FileEntry
+        from hyper_resume.checkpoint.format.manifest import FileEntry
         from hyper_resume.digest import digest_bytes
 
         if path.name != ".metadata":
@@ -174,7 +175,7 @@ def _manifest_not_written_last(put: Saboteur) -> None:
             put.fired()
             held.pop()()
 
-    put.replace("hyper_resume.checkpoint.filesystem:_write_pieces", write_pieces, fires=False)
+    put.replace("hyper_resume.checkpoint.saving.shard_writer:_write_pieces", write_pieces, fires=False)
     put.replace(f"{_OPERATIONS}:write_file", write_file, fires=False)
 
 
@@ -229,7 +230,7 @@ def _highest_step_wins(put: Saboteur) -> None:
     """LATEST is the highest complete step, whoever saved it; pointer and lineage say nothing."""
 
     def in_order(original: Any, checkpoint_dir: Path) -> Any:
-        from hyper_resume.checkpoint import layout
+        from hyper_resume.checkpoint.format import layout
 
         order = original(checkpoint_dir)
         steps = sorted(layout.step_directories(checkpoint_dir), reverse=True)
@@ -243,7 +244,7 @@ def _lineage_ignored(put: Saboteur) -> None:
     """Behind the pointer's step the highest one comes next, of whichever branch."""
 
     def in_order(original: Any, checkpoint_dir: Path) -> Any:
-        from hyper_resume.checkpoint import layout
+        from hyper_resume.checkpoint.format import layout
 
         order = original(checkpoint_dir)
         steps = [path for _, path in sorted(layout.step_directories(checkpoint_dir), reverse=True)]

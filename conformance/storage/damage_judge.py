@@ -49,7 +49,8 @@ def build(folder: Path, layout: Layout) -> None:
     """
 
     def save(name: str, steps: Sequence[int], variant: int) -> None:
-        from hyper_resume.checkpoint import DistributedCheckpointer, stream
+        from hyper_resume.checkpoint import DistributedCheckpointer
+        from hyper_resume.checkpoint.saving import stream
 
         # So small a shard gets a segment for each tensor, as a large one does. In this process only, which does nothing else.
         stream.SMALL_BYTES = _OWN_SEGMENT_BYTES
@@ -133,7 +134,7 @@ class Judge:
 
     def at_digest_level(self, damage: Damage) -> Verdict:
         """Only what a load does before it reads: the manifest, and every file held against it."""
-        from hyper_resume.checkpoint import manifest
+        from hyper_resume.checkpoint.format import manifest
         from hyper_resume.errors import CheckpointMismatchError
 
         place = self._newest / damage.file

@@ -170,7 +170,7 @@ class Rank:
         import torch.distributed as dist
 
         from conformance.storage.failing_operations import FailingOperations, Fault
-        from hyper_resume.checkpoint import operations
+        from hyper_resume.checkpoint.disk import operations
 
         case = self._case
         fault = Fault(error=case.error, at=number, persistent=case.persistent, only=case.only)
@@ -208,7 +208,7 @@ class Rank:
         return self._case.error == ERRORS[0] or self._case.at is not None or number % 5 == turn
 
     def _save(self, root: Path) -> tuple[dict[str, Any], Callable[[], None]]:
-        from hyper_resume.checkpoint.retention import Retention
+        from hyper_resume.checkpoint.history.retention import Retention
 
         scenario = self._scenario
         assert scenario.saves is not None

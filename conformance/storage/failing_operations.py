@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hyper_resume.checkpoint.operations import FileOperations, InputFile, OutputFile
+from hyper_resume.checkpoint.disk.operations import FileOperations, InputFile, OutputFile
 
 _CHANGING = frozenset(
     ("make_directory", "create", "write", "sync", "rename", "exchange", "remove", "remove_directory", "sync_directory")

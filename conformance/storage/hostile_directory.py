@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from conformance.storage.damage import own_digest
-from hyper_resume.checkpoint.archive import template
+from hyper_resume.checkpoint.format.archive import template
 
 STEP = "global_step_10"
 INDEX, SHARD, OTHER_SHARD, METADATA, MANIFEST = (

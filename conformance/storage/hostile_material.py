@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from conformance.storage.hostile_directory import INDEX, SHARD, good_files
 from hyper_resume import digest
-from hyper_resume.checkpoint.manifest import FileEntry, Manifest, Mesh, encode
+from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest, Mesh, encode
 
 MARKER = "hostile-marker"
 """What a payload makes in its working directory when it runs."""

@@ -13,12 +13,12 @@ import xxhash
 from conformance.storage.hostile_directory import SHARD, STEP, good_files, good_state, raw
 from conformance.storage.hostile_meaning import NoMeaning, doubt_description, index_meaning, table_meaning, value
 from hyper_resume.checkpoint import DistributedCheckpointer
-from hyper_resume.checkpoint.file_verification import check_description
-from hyper_resume.checkpoint.inspect import inspect_step_directory
-from hyper_resume.checkpoint.manifest import read_manifest, verify_files
-from hyper_resume.checkpoint.reading import load_entries
-from hyper_resume.checkpoint.segments import Proof
-from hyper_resume.checkpoint.verification import verify_step_directory
+from hyper_resume.checkpoint.commands.inspect import inspect_step_directory
+from hyper_resume.checkpoint.commands.verification import verify_step_directory
+from hyper_resume.checkpoint.format.manifest import read_manifest, verify_files
+from hyper_resume.checkpoint.format.segments import Proof
+from hyper_resume.checkpoint.loading.file_verification import check_description
+from hyper_resume.checkpoint.loading.reading import load_entries
 from hyper_resume.errors import CheckpointMismatchError, HyperResumeError
 
 

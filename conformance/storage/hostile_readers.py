@@ -18,7 +18,8 @@ import yaml
 
 from conformance.storage import hostile_opening
 from conformance.storage.hostile_directory import INDEX, MAY_OPEN, SHARD, put
-from hyper_resume.checkpoint import manifest, safe_load
+from hyper_resume.checkpoint.format import manifest
+from hyper_resume.checkpoint.parsing import safe_load
 from hyper_resume.config import as_plain, load_config
 from hyper_resume.errors import HyperResumeError
 

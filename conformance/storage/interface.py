@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from conformance.storage.tracing import Recorder
-from hyper_resume.checkpoint.operations import Buffer, FileOperations, OutputFile
+from hyper_resume.checkpoint.disk.operations import Buffer, FileOperations, OutputFile
 
 
 class RecordingOperations(FileOperations):

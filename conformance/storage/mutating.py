@@ -86,7 +86,7 @@ def source_of(change: Change) -> tuple[str, Path]:
     package = importlib.util.find_spec(PACKAGE.partition(".")[0])
     assert package is not None
     assert package.submodule_search_locations
-    path = Path(package.submodule_search_locations[0]) / "checkpoint" / f"{change.module}.py"
+    path = Path(package.submodule_search_locations[0]) / "checkpoint" / f"{change.module.replace('.', '/')}.py"
     if not path.is_file():
         raise MutationError(f"there is no module {change.module_name}")
     return path.read_text(encoding="utf-8"), path

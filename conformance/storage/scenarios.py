@@ -161,7 +161,7 @@ def saving(
 
 def _without_exchange(life: Life) -> Life:
     def instead(root: Path, tell: Tell) -> None:
-        from hyper_resume.checkpoint import operations
+        from hyper_resume.checkpoint.disk import operations
 
         recording: Any = operations.current()
         recording.can_exchange = False
@@ -171,7 +171,7 @@ def _without_exchange(life: Life) -> Life:
 
 
 def _retention(**keep: Any) -> Any:
-    from hyper_resume.checkpoint.retention import Retention
+    from hyper_resume.checkpoint.history.retention import Retention
 
     return Retention(**keep)
 
@@ -215,7 +215,7 @@ class Library:
     def installed(self, recorder: Recorder) -> Iterator[None]:
         """See :class:`Subject`."""
         from conformance.storage.interface import RecordingOperations
-        from hyper_resume.checkpoint import operations
+        from hyper_resume.checkpoint.disk import operations
 
         with operations.use(RecordingOperations(recorder)):
             yield
@@ -226,7 +226,7 @@ class Library:
 
     def judge(self, root: Path, loads: Loads) -> Verdict:
         """See :class:`Subject`."""
-        from hyper_resume.checkpoint import layout
+        from hyper_resume.checkpoint.format import layout
 
         claims = {
             path.name: loads.of(path) for _, path in layout.step_directories(root) if not layout.why_incomplete(path)
@@ -289,7 +289,7 @@ def load(path: Path, tags: tuple[str, ...], *, ranks: int = WORLD_SIZE) -> str:
     Returns:
         the tag of the save that it is, bit for bit; else ``error: ...`` or ``other: ...`` (see :class:`Verdict`).
     """
-    from hyper_resume.checkpoint import extra_state
+    from hyper_resume.checkpoint.format import extra_state
 
     state = small.destination()
     skeleton = dict.fromkeys(small.TRAINING_STATE_KEYS)

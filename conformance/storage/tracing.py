@@ -5,7 +5,7 @@ kernel is asked for, by whatever code, in the order in which it happened: an ope
 that the ranks share. Collectives are recorded as marks, which say what one rank may have done before another.
 
 What writes from C by a name of its own is not seen; so the traced operations, done again, must give the tree that is on the
-disk. An operation that the library makes without going through ``hyper_resume.checkpoint.operations`` is in ``around``.
+disk. An operation that the library makes without going through ``hyper_resume.checkpoint.disk.operations`` is in ``around``.
 """
 
 from __future__ import annotations

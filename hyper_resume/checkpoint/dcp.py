@@ -20,22 +20,25 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hyper_resume import collective
-from hyper_resume.checkpoint import bucket_digests, layout, lineage, loading, own_part, saving
-from hyper_resume.checkpoint import extra_state as extra
-from hyper_resume.checkpoint.attempt import check_training_state
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase, LoadReport
-from hyper_resume.checkpoint.copying import uncollected
-from hyper_resume.checkpoint.entries import Read
-from hyper_resume.checkpoint.filesystem import ShardWriter
-from hyper_resume.checkpoint.manifest import Manifest
-from hyper_resume.checkpoint.own_part import How
-from hyper_resume.checkpoint.plan_cache import CachingPlanner, PlanCache
-from hyper_resume.checkpoint.proving import LastProved
-from hyper_resume.checkpoint.reading import load_entries, read_own_training_state, read_save_id
-from hyper_resume.checkpoint.retention import Retention
-from hyper_resume.checkpoint.root import WritableRoot
-from hyper_resume.checkpoint.saving import Attempt, draft_manifest, mesh_of
-from hyper_resume.checkpoint.staging import Stager
+from hyper_resume.checkpoint.format import bucket_digests, layout
+from hyper_resume.checkpoint.format import extra_state as extra
+from hyper_resume.checkpoint.format.manifest import Manifest
+from hyper_resume.checkpoint.format.save_id import check_training_state
+from hyper_resume.checkpoint.history import lineage
+from hyper_resume.checkpoint.history.retention import Retention
+from hyper_resume.checkpoint.loading import buffers
+from hyper_resume.checkpoint.loading.entries import Read
+from hyper_resume.checkpoint.loading.last_verified import LastProved
+from hyper_resume.checkpoint.loading.reading import load_entries, read_own_training_state, read_save_id
+from hyper_resume.checkpoint.saving import publication, rank_contribution
+from hyper_resume.checkpoint.saving.plan_cache import CachingPlanner, PlanCache
+from hyper_resume.checkpoint.saving.publication import Attempt, draft_manifest, mesh_of
+from hyper_resume.checkpoint.saving.rank_contribution import How
+from hyper_resume.checkpoint.saving.root import WritableRoot
+from hyper_resume.checkpoint.saving.shard_writer import ShardWriter
+from hyper_resume.checkpoint.saving.staging import Stager
+from hyper_resume.checkpoint.tensors.copying import uncollected
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError
 
 logger = logging.getLogger(__name__)
@@ -118,7 +121,9 @@ class DistributedCheckpointer(CheckpointerBase):
         target = Path(path)
         group = self._group()
         self._proved.forget()
-        payload = collective.agree(lambda: extra.plain_state(saving.mark_training_state(state, global_step)), group)
+        payload = collective.agree(
+            lambda: extra.plain_state(publication.mark_training_state(state, global_step)), group
+        )
         training_state = payload.pop(extra.PAYLOAD_KEY, None)
         attempt: Attempt | None = None
         try:
@@ -153,7 +158,9 @@ class DistributedCheckpointer(CheckpointerBase):
         """
         group, per_rank = self._group(), self._extra_state_per_rank
         mesh = mesh_of(payload)
-        prepare = partial(own_part.prepare, attempt, payload, training_state, how, self._stager, per_rank=per_rank)
+        prepare = partial(
+            rank_contribution.prepare, attempt, payload, training_state, how, self._stager, per_rank=per_rank
+        )
         part = collective.agree(prepare, group)
         own = part.files, part.buckets, part.names, self._plans.knows(part.layout)
         of_ranks = collective.gather(own, group)
@@ -197,7 +204,7 @@ class DistributedCheckpointer(CheckpointerBase):
                 self._publish(attempt)
             except Exception as error:  # noqa: BLE001  raised again, at the next save or wait
                 if upload is not None:
-                    saving.end_save_process()
+                    publication.end_save_process()
                 self._fail(error, attempt, target)
 
         self._in_flight = self._background.submit(finish)
@@ -214,10 +221,10 @@ class DistributedCheckpointer(CheckpointerBase):
 
     def _publish(self, attempt: Attempt) -> None:
         group, root = self._group(), self._root
-        aside = saving.commit(attempt, group)
+        aside = publication.commit(attempt, group)
         root.note_durable(attempt)
-        saving.announce(attempt, group)
-        saving.clear(attempt, aside, root.retention, root.protected, group)
+        publication.announce(attempt, group)
+        publication.clear(attempt, aside, root.retention, root.protected, group)
         root.note_ended(attempt)
 
     def _fail(self, error: Exception, attempt: Attempt | None, target: Path) -> NoReturn:
@@ -230,7 +237,7 @@ class DistributedCheckpointer(CheckpointerBase):
                 layout.discard(attempt.staging)
         if isinstance(error, CheckpointSaveError):
             raise error
-        raise saving.save_error(str(target), error) from error
+        raise publication.save_error(str(target), error) from error
 
     def maybe_wait_for_async_save(self) -> None:
         """Wait for the save in flight and raise its failure, on every rank.
@@ -278,7 +285,7 @@ class DistributedCheckpointer(CheckpointerBase):
         manifest, metadata, proofs = self._proved.of(directory, group, training_state=with_training_state)
         self._proved.forget()
         save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata, manifest), group)
-        incoming = collective.agree(lambda: loading.asked_for(state, metadata, path, strict_model=strict_model), group)
+        incoming = collective.agree(lambda: buffers.asked_for(state, metadata, path, strict_model=strict_model), group)
         training_state: dict[str, Any] = {}
         if extra_state_skeleton is not None:
             training_state = self._read_extra_state(directory, metadata, manifest)
@@ -294,7 +301,7 @@ class DistributedCheckpointer(CheckpointerBase):
     def _accept(
         self,
         path: str,
-        incoming: loading.Incoming,
+        incoming: buffers.Incoming,
         read: Callable[[], Read],
         training_state: dict[str, Any],
         manifest: Manifest | None,
@@ -318,7 +325,7 @@ class DistributedCheckpointer(CheckpointerBase):
             verified="no manifest" if manifest is None else self._verify,
             saved=saved,
             loaded=loaded,
-            unread=loading.common(collective.gather(incoming.unread, group)),
+            unread=buffers.common(collective.gather(incoming.unread, group)),
         )
 
     def _read_extra_state(self, directory: Path, metadata: Metadata, manifest: Manifest | None) -> dict[str, Any]:
@@ -385,4 +392,4 @@ class DistributedCheckpointer(CheckpointerBase):
         try:
             return action()
         except CheckpointException as error:
-            raise saving.save_error(str(target), error) from error
+            raise publication.save_error(str(target), error) from error

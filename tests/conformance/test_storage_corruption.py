@@ -162,7 +162,8 @@ def _stock(_: None) -> list[Verdict]:
 
 
 def _verify_nothing() -> None:
-    from hyper_resume.checkpoint import file_verification, manifest
+    from hyper_resume.checkpoint.format import manifest
+    from hyper_resume.checkpoint.loading import file_verification
 
     manifest.verify_files = file_verification.verify_files = lambda *args, **kwargs: []  # type: ignore[attr-defined]
 
@@ -269,7 +270,7 @@ def _leave_a_file() -> None:
 
 
 def _tell_another_place(change: Callable[[str], str]) -> None:
-    from hyper_resume.checkpoint import segments
+    from hyper_resume.checkpoint.format import segments
 
     original = segments.verify
 
@@ -333,7 +334,8 @@ def test_a_size_check_that_is_gone_is_noticed_though_digests_still_hold(worker: 
 
 
 def _pass_any_size() -> None:
-    from hyper_resume.checkpoint import file_verification, manifest
+    from hyper_resume.checkpoint.format import manifest
+    from hyper_resume.checkpoint.loading import file_verification
 
     original = manifest.verify_files
 

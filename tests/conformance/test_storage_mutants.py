@@ -40,7 +40,7 @@ def worker() -> Iterator[Workers]:
 
 
 def change(function: str = "A.same", fragment: str = "return 1", replacement: str = "return 2") -> Change:
-    return Change(module="layout", function=function, fragment=fragment, replacement=replacement)
+    return Change(module="format.layout", function=function, fragment=fragment, replacement=replacement)
 
 
 def test_the_table_fits_the_code_and_is_long_enough() -> None:
@@ -75,7 +75,7 @@ def test_a_change_that_does_not_fit_is_an_error_and_no_survivor(asked: Change, c
 
 def test_a_stale_entry_stops_the_run_before_it_begins() -> None:
     stale = dataclasses.replace(MUTANTS[0], change=change(function="no_such_function"))
-    with pytest.raises(MutationError, match=f"{MUTANTS[0].id}: layout: there is no function no_such_function"):
+    with pytest.raises(MutationError, match=f"{MUTANTS[0].id}: format.layout: there is no function no_such_function"):
         mutants.run(entries=[stale])
 
 
@@ -96,7 +96,7 @@ def digest_of_the_tree() -> str:
 
 
 EXISTS = Change(
-    module="layout",
+    module="format.layout",
     function="parse_step",
     fragment="return int(match.group(1)) if match else None",
     replacement="return 77",
@@ -105,11 +105,11 @@ EXISTS = Change(
 
 def _installed(asked: Change | None) -> tuple[Ended, int | None]:
     """What a process with the change sees, and what the one beside it that forked it still sees."""
-    from hyper_resume.checkpoint import layout
+    from hyper_resume.checkpoint.format import layout
 
     def life() -> int | None:
         mutating.install(asked)
-        from hyper_resume.checkpoint import lineage
+        from hyper_resume.checkpoint.history import lineage
 
         return lineage.layout.parse_step("global_step_5")
 

@@ -198,7 +198,7 @@ def _another_class() -> None:
 def _lose_the_earlier_one() -> None:
     import shutil
 
-    from hyper_resume.checkpoint import layout
+    from hyper_resume.checkpoint.format import layout
 
     original = layout.new_staging_directory
 
@@ -211,7 +211,7 @@ def _lose_the_earlier_one() -> None:
 
 def _publish_first() -> None:
     """The pointer is moved before anything is written."""
-    from hyper_resume.checkpoint import layout
+    from hyper_resume.checkpoint.format import layout
 
     original = layout.new_staging_directory
 
@@ -223,7 +223,7 @@ def _publish_first() -> None:
 
 
 def _leave_the_staging() -> None:
-    from hyper_resume.checkpoint import layout
+    from hyper_resume.checkpoint.format import layout
 
     layout.discard = layout.remove = lambda path: None
 
@@ -246,7 +246,8 @@ def _wait_for_ever() -> None:
 
 
 def _sync_no_names() -> None:
-    from hyper_resume.checkpoint import layout, operations
+    from hyper_resume.checkpoint.disk import operations
+    from hyper_resume.checkpoint.format import layout
 
     layout.operations.make_directories = lambda path: path.mkdir(parents=True, exist_ok=True)  # type: ignore[attr-defined]
     original = operations.FileOperations.sync_directory

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hyper_resume.checkpoint.extra_state import encode, plain_state
+from hyper_resume.checkpoint.format.extra_state import encode, plain_state
 from hyper_resume.errors import CheckpointMismatchError, UnsupportedError
 from hyper_resume.state.rng import STREAMS, apply_rng, collect_rng
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 from hyper_resume.checkpoint import DistributedCheckpointer
-from hyper_resume.checkpoint.extra_state import plain_state
+from hyper_resume.checkpoint.format.extra_state import plain_state
 from hyper_resume.errors import CheckpointMismatchError, StateNotPlainError
 from hyper_resume.state.optimizer import apply_optimizers, collect_optimizers
 from hyper_resume.state.scheduler import apply_schedulers, collect_schedulers

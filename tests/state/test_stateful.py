@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hyper_resume.checkpoint.extra_state import encode, plain_state
+from hyper_resume.checkpoint.format.extra_state import encode, plain_state
 from hyper_resume.errors import CheckpointMismatchError
 from hyper_resume.state.stateful import apply_stateful, collect_stateful, find_stateful
 from tests.ranks import run_ranks

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim.lr_scheduler import LambdaLR
 
-from hyper_resume.checkpoint import extra_state as extra
+from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.trainer.callbacks import CheckpointerCallback
 from tests.checkpoint.directories import forget_manifest
 from tests.ranks import run_ranks

@@ -17,7 +17,7 @@ import torch
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase, build_checkpointer
-from hyper_resume.checkpoint.retention import Retention
+from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
 from hyper_resume.parallel.replicas import check_replicas

@@ -1,0 +1,1 @@
+"""What the command line asks of a checkpoint directory: inspect, compare, verify, try out."""

@@ -1,0 +1,176 @@
+"""Can this machine and this directory keep what a save promises? Tried out, not asked for: each check does the thing itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import xxhash
+
+from hyper_resume.checkpoint.disk import lock, operations
+from hyper_resume.checkpoint.format import layout
+
+_LOW_SPACE_BYTES = 10 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was tried: ``ok``, ``note`` (works, but know this) or ``problem``, and what to do about it."""
+
+    kind: Literal["ok", "note", "problem"]
+    what: str
+    do: str = ""
+
+
+def examine(checkpoint_dir: Path | None) -> list[Finding]:
+    """Examine the installation, and a directory that checkpoints are or will be saved to.
+
+    The directory is used for trials below a name of their own, which is removed again; nothing else in it is touched. A missing
+    one is not made: the nearest directory above it is tried.
+    """
+    findings = list(_installation())
+    if checkpoint_dir is not None:
+        findings += _directory(checkpoint_dir)
+    return findings
+
+
+def _installation() -> Iterator[Finding]:
+    yield Finding(
+        kind="ok", what=f"Python {platform.python_version()}, torch {torch.__version__}, xxhash {xxhash.VERSION}"
+    )
+    if not torch.distributed.is_available():
+        yield Finding(kind="problem", what="this torch has no torch.distributed", do="install a build with distributed")
+    elif not torch.distributed.is_gloo_available():
+        yield Finding(
+            kind="problem", what="this torch has no gloo, which saves agree over", do="install a build with gloo"
+        )
+    else:
+        yield Finding(kind="ok", what="gloo is there, for the agreement between ranks")
+
+
+def _directory(checkpoint_dir: Path) -> Iterator[Finding]:
+    base = checkpoint_dir
+    while not base.exists() and base != base.parent:
+        base = base.parent
+    if not base.is_dir():
+        yield Finding(kind="problem", what=f"{base} is no directory", do="correct the path")
+        return
+    if base != checkpoint_dir:
+        yield Finding(kind="note", what=f"{checkpoint_dir} does not exist yet; {base} is tried in its place")
+    trial = base / f".hyper-resume-doctor.{uuid.uuid4().hex[:12]}"
+    try:
+        operations.current().make_directory(trial)
+    except OSError as error:
+        yield Finding(kind="problem", what=f"nothing can be made in {base}: {error}", do="mend the permissions")
+        return
+    try:
+        for check in (_durable_files, _atomic_names, _exchange, _file_locks):
+            yield _tried(check, trial)
+    finally:
+        layout.remove(trial)
+    yield _space(base)
+    if base == checkpoint_dir:
+        yield from _state(checkpoint_dir)
+
+
+def _tried(check: Callable[[Path], Finding], trial: Path) -> Finding:
+    try:
+        return check(trial)
+    except OSError as error:
+        name = check.__name__.strip("_").replace("_", " ")
+        return Finding(kind="problem", what=f"{name}: {error}", do="use another file system for checkpoint_dir")
+
+
+def _durable_files(trial: Path) -> Finding:
+    operations.write_file(trial / "file", b"content")
+    operations.current().sync_directory(trial)
+    if operations.read_bytes(trial / "file", 64) != b"content":
+        return Finding(
+            kind="problem", what="a file that was written and synced reads back otherwise", do="find out why"
+        )
+    return Finding(
+        kind="ok", what="files and directories can be synced (whether the device keeps its word can't be tried)"
+    )
+
+
+def _atomic_names(trial: Path) -> Finding:
+    disk = operations.current()
+    disk.make_directory(trial / "staged")
+    disk.rename(trial / "staged", trial / "committed")
+    operations.write_file(trial / "new", b"2")
+    operations.write_file(trial / "old", b"1")
+    disk.rename(trial / "new", trial / "old")
+    if operations.read_bytes(trial / "old", 64) != b"2":
+        return Finding(kind="problem", what="a rename over a file did not replace it", do="use another file system")
+    return Finding(kind="ok", what="a rename replaces a file, and moves a directory")
+
+
+def _exchange(trial: Path) -> Finding:
+    disk = operations.current()
+    for name in ("one", "other"):
+        disk.make_directory(trial / name)
+    if disk.exchange(trial / "one", trial / "other"):
+        return Finding(kind="ok", what="two names can be exchanged: saving a step again never leaves it without a copy")
+    return Finding(
+        kind="note",
+        what="two names can't be exchanged: when a step is saved again, LATEST means the step before for a moment",
+    )
+
+
+def _file_locks(trial: Path) -> Finding:
+    if lock.has_locks(trial):
+        return Finding(kind="ok", what="file locks work: a second run that saves here is refused")
+    return Finding(
+        kind="note",
+        what="no file locks: nothing keeps a second run from saving here",
+        do="make sure of it by other means",
+    )
+
+
+def _space(base: Path) -> Finding:
+    free = shutil.disk_usage(base).free
+    text = f"{free / 2**30:.1f} GiB free for this user"
+    if free < _LOW_SPACE_BYTES:
+        return Finding(kind="note", what=text, do="a save needs room for one more checkpoint before an old one goes")
+    return Finding(kind="ok", what=text)
+
+
+def _state(checkpoint_dir: Path) -> Iterator[Finding]:
+    """What stands in the root. Looks only; ``hyper-resume verify`` reads the files."""
+    try:
+        holder = lock.holder(checkpoint_dir)
+    except OSError as error:
+        yield Finding(kind="problem", what=f"{lock.LOCK_NAME} can't be read: {error}", do="mend the permissions")
+        holder = ""
+    if holder:
+        yield Finding(kind="note", what=f"a run saves here now: {holder}")
+    for name in (layout.STAGING_NAME, layout.TRASH_NAME):
+        folder = checkpoint_dir / name
+        left = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        if left and not holder:
+            yield Finding(kind="note", what=f"{name}: {len(left)} leftover(s), cleared by the next run that saves here")
+    steps = layout.step_directories(checkpoint_dir)
+    for _, directory in steps:
+        reason = layout.why_incomplete(directory)
+        if reason:
+            yield Finding(
+                kind="problem",
+                what=f"{directory.name} {reason}",
+                do="delete or restore it",
+            )
+    pointed, complaint = layout.read_pointer(checkpoint_dir)
+    if complaint:
+        yield Finding(kind="problem", what=complaint, do="LATEST looks at all steps instead; the next save mends it")
+    elif pointed is None and steps:
+        yield Finding(kind="note", what=f"no {layout.POINTER_NAME}; the next save makes one")
+    elif pointed is not None:
+        yield Finding(kind="ok", what=f"LATEST means step {pointed}; {len(steps)} step directories")
+    if steps and not os.access(checkpoint_dir, os.W_OK):
+        yield Finding(kind="note", what="this user can resume from here, but not save here")

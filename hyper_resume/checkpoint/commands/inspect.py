@@ -1,0 +1,133 @@
+"""What a step directory holds, per bucket and rank, without reading a tensor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from hyper_resume.checkpoint.format import extra_state as extra
+from hyper_resume.checkpoint.format.description import read_metadata, require_complete
+from hyper_resume.checkpoint.format.layout import parse_step
+from hyper_resume.checkpoint.format.manifest import read_manifest
+from hyper_resume.checkpoint.format.save_id import SAVE_ID
+from hyper_resume.checkpoint.loading.reading import read_training_state
+from hyper_resume.errors import CheckpointNotFoundError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketSummary:
+    """One bucket: how many tensors and other entries, their unsharded size, and their types."""
+
+    name: str
+    tensors: int
+    others: int
+    size_bytes: int
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSummary:
+    """One rank's training state: its counters and the names of its parts."""
+
+    rank: int
+    global_step: int
+    epoch: int | None
+    world_size: int
+    buckets: tuple[str, ...]
+    rng_streams: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """The whole step directory.
+
+    ``size_bytes`` is what its files take on disk; ``missing_ranks`` are those that took part in the save and whose training
+    state is not there, so that it can't be restored.
+    """
+
+    path: str
+    step: int | None
+    files: int
+    size_bytes: int
+    layout: str
+    buckets: tuple[BucketSummary, ...]
+    ranks: tuple[RankSummary, ...]
+    missing_ranks: tuple[int, ...]
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return nested dicts and lists, for JSON."""
+        return asdict(self)
+
+
+def inspect_step_directory(path: str | Path) -> Inspection:
+    """Describe the step directory ``path``.
+
+    Raises:
+        CheckpointNotFoundError: it is missing or incomplete.
+        CheckpointMismatchError: its metadata or an extra-state file can't be read.
+    """
+    directory = Path(path)
+    require_complete(directory)
+    manifest = read_manifest(directory)
+    metadata = read_metadata(directory, manifest)
+    files = [file for file in directory.rglob("*") if file.is_file()]
+    try:
+        layout = extra.detect(directory, metadata, manifest)
+    except CheckpointNotFoundError:
+        kind, ranks = "none", []
+    else:
+        kind = layout.kind
+        ranks = [_rank_summary(read_training_state(directory, metadata, layout, rank)) for rank in layout.ranks]
+    return Inspection(
+        path=str(directory),
+        step=parse_step(directory.resolve().name),
+        files=len(files),
+        size_bytes=sum(file.stat().st_size for file in files),
+        layout=kind,
+        buckets=_bucket_summaries(metadata),
+        ranks=tuple(ranks),
+        missing_ranks=tuple(sorted({r for found in ranks for r in range(found.world_size)} - {r.rank for r in ranks})),
+    )
+
+
+def _bucket_summaries(metadata: Metadata) -> tuple[BucketSummary, ...]:
+    entries: dict[str, list[Any]] = defaultdict(list)
+    for name, entry in metadata.state_dict_metadata.items():
+        bucket = name.split(".", 1)[0]
+        if bucket == "optimizer":
+            bucket = ".".join(name.split(".", 2)[:2])
+        if bucket not in (extra.PAYLOAD_KEY, SAVE_ID):
+            entries[bucket].append(entry)
+    return tuple(_summarise(bucket, entries[bucket]) for bucket in sorted(entries))
+
+
+def _summarise(bucket: str, entries: list[Any]) -> BucketSummary:
+    tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+    sizes = [
+        torch.Size(entry.size).numel() * torch.empty((), dtype=entry.properties.dtype).element_size()
+        for entry in tensors
+    ]
+    return BucketSummary(
+        name=bucket,
+        tensors=len(tensors),
+        others=len(entries) - len(tensors),
+        size_bytes=sum(sizes),
+        dtypes=tuple(sorted({str(entry.properties.dtype).removeprefix("torch.") for entry in tensors})),
+    )
+
+
+def _rank_summary(state: dict[str, Any]) -> RankSummary:
+    streams = state.get("rng_state") or {}
+    return RankSummary(
+        rank=state["rank"],
+        global_step=state["global_step"],
+        epoch=state.get("epoch"),
+        world_size=state["world_size"],
+        buckets=tuple(sorted(set(state) - {"format_version", "rank", "world_size", SAVE_ID})),
+        rng_streams=tuple(name for name, value in streams.items() if value is not None),
+    )

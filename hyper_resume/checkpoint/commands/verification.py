@@ -1,0 +1,193 @@
+"""Is what stands here what was written? Of a step directory or a whole root, without a trainer and without loading.
+
+A directory with a manifest is held against its digests. One of stock DCP has none; there the checksum that every entry's
+archive carries, and that DCP's own reader passes over, is the best that can be had.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.disk.lock import LOCK_NAME
+from hyper_resume.checkpoint.format import layout
+from hyper_resume.checkpoint.format.manifest import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Manifest,
+    read_manifest,
+    unlisted_files,
+    verify_files,
+)
+from hyper_resume.checkpoint.history import lineage
+from hyper_resume.checkpoint.loading.file_verification import check_description, wrong_name
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """One step directory. It is good when there are no complaints; notes do not count against it."""
+
+    path: str
+    step: int | None
+    attempt: str | None
+    files: int
+    size_bytes: int
+    checked: str
+    complaints: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def is_good(self) -> bool:
+        """True when everything is as it was written, as far as ``checked`` can tell."""
+        return not self.complaints
+
+
+@dataclass(frozen=True, kw_only=True)
+class RootVerification:
+    """All step directories of a root, lowest step first, and which of them LATEST means."""
+
+    path: str
+    steps: tuple[Verification, ...]
+    latest: str | None
+    notes: tuple[str, ...]
+
+    @property
+    def is_good(self) -> bool:
+        """True when every step directory is, and LATEST means one of them (or there is none)."""
+        return all(step.is_good for step in self.steps) and (self.latest is not None or not self.steps)
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return nested dicts and lists, for JSON."""
+        return asdict(self)
+
+
+def verify_path(path: str | Path, *, digests: bool = True) -> RootVerification:
+    """Verify a step directory, or every one of a root.
+
+    Args:
+        path: either; what holds a ``.metadata`` or a manifest is a step directory.
+        digests: read all bytes; else look at names and sizes only.
+
+    Raises:
+        CheckpointNotFoundError: it is no directory, or has no step directories.
+    """
+    directory = Path(path)
+    if _is_step_directory(directory):
+        only = verify_step_directory(directory, digests=digests)
+        return RootVerification(path=str(path), steps=(only,), latest=str(path) if only.is_good else None, notes=())
+    steps = layout.step_directories(directory)
+    if not steps:
+        raise CheckpointNotFoundError(
+            describe(
+                "nothing to verify",
+                where=str(directory),
+                expected="a step directory, or a checkpoint_dir with some",
+                found="no such directory" if not directory.is_dir() else "neither .metadata nor global_step_N in it",
+                do="correct the path",
+            )
+        )
+    found = tuple(verify_step_directory(step, digests=digests) for _, step in steps)
+    good = {step.path for step in found if step.is_good}
+    latest = next((str(one) for one in lineage.in_order(directory).directories if str(one) in good), None)
+    return RootVerification(path=str(path), steps=found, latest=latest, notes=tuple(_root_notes(directory)))
+
+
+def _is_step_directory(directory: Path) -> bool:
+    return (
+        (directory / METADATA_NAME).exists()
+        or (directory / MANIFEST_NAME).exists()
+        or layout.parse_step(directory.name) is not None
+    )
+
+
+def _root_notes(root: Path) -> Iterator[str]:
+    pointed, complaint = layout.read_pointer(root)
+    if complaint:
+        yield complaint
+    elif pointed is None:
+        yield f"no {layout.POINTER_NAME}: LATEST is found by looking at all step directories"
+    for name in (layout.STAGING_NAME, layout.TRASH_NAME):
+        folder = root / name
+        count = len(list(folder.iterdir())) if folder.is_dir() else 0
+        if count:
+            yield f"{name} holds {count} leftover(s) or saves in progress; the next run that saves here clears leftovers"
+    known = {layout.STAGING_NAME, layout.TRASH_NAME, layout.POINTER_NAME, LOCK_NAME, "certificates"}
+    others = sorted(
+        entry.name for entry in root.iterdir() if entry.name not in known and layout.parse_step(entry.name) is None
+    )
+    if others:
+        yield f"not of this library: {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}"
+
+
+def verify_step_directory(directory: Path, *, digests: bool = True) -> Verification:
+    """Verify one step directory; whatever is wrong is in the result, nothing is raised for it."""
+    files = [file for file in directory.rglob("*") if file.is_file() and not file.is_symlink()]
+    manifest: Manifest | None = None
+    complaints: list[str] = []
+    notes: list[str] = []
+    checked = "nothing"
+    try:
+        manifest = read_manifest(directory)
+        if manifest is None:
+            checked = "sizes and the archives' checksums" if digests else "sizes"
+            complaints += _verify_without_manifest(directory, digests=digests)
+            notes.append("no manifest: another tool wrote it, and its files have no digests")
+        else:
+            checked = "sizes and digests" if digests else "sizes"
+            complaints += verify_files(directory, manifest, sorted(manifest.files), digests=digests)
+            complaints += wrong_name(directory, manifest)
+            notes += [
+                f"{name}: not in the manifest; a load does not read it" for name in unlisted_files(directory, manifest)
+            ]
+            if not complaints:
+                check_description(directory, manifest)
+    except CheckpointMismatchError as error:
+        complaints.append(str(error))
+    return Verification(
+        path=str(directory),
+        step=manifest.step if manifest else layout.parse_step(directory.name),
+        attempt=manifest.attempt if manifest else None,
+        files=len(files),
+        size_bytes=sum(file.stat().st_size for file in files),
+        checked=checked,
+        complaints=tuple(complaints),
+        notes=tuple(notes),
+    )
+
+
+def _verify_without_manifest(directory: Path, *, digests: bool) -> list[str]:
+    incomplete = layout.why_incomplete(directory)
+    if incomplete:
+        return [incomplete]
+    metadata = check_description(directory, None)
+    return list(_damaged_entries(directory, metadata)) if digests else []
+
+
+def _damaged_entries(directory: Path, metadata: Metadata) -> Iterator[str]:
+    for index, place in sorted((metadata.storage_data or {}).items(), key=lambda item: _position(item[1])):
+        with operations.current().open_read(directory / place.relative_path) as file:
+            file.seek(place.offset)
+            content = file.read(place.length)
+        damaged = ""
+        try:
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                for member in archive.infolist():
+                    # Whoever leaves the checksum out, as torch can and this library does, writes 0.
+                    if member.CRC or not member.file_size:
+                        archive.read(member)
+        except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
+            damaged = str(error)
+        if damaged:
+            yield f"{place.relative_path}: entry {index.fqn} at byte {place.offset} does not have its checksum ({damaged})"
+
+
+def _position(place: Any) -> tuple[str, int]:
+    return place.relative_path, place.offset

@@ -1,0 +1,1 @@
+"""The ground: every change on disk, and the lock of one writer."""

@@ -1,0 +1,64 @@
+"""What a step directory says that it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.format import index, layout
+from hyper_resume.checkpoint.format.index import INDEX_NAME
+from hyper_resume.checkpoint.format.manifest import METADATA_NAME, Manifest
+from hyper_resume.checkpoint.parsing import safe_load
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
+
+
+def read_metadata(directory: Path, manifest: Manifest | None = None) -> Metadata:
+    """Read a step directory's own description: the index that its ``manifest`` names, else DCP's.
+
+    With a manifest, which was verified, nothing else is asked of the directory.
+
+    Raises:
+        CheckpointNotFoundError: it is missing or incomplete.
+        CheckpointMismatchError: it can't be decoded.
+    """
+    if manifest is None:
+        require_complete(directory)
+    if manifest is not None and INDEX_NAME in manifest.files:
+        return index.decode(_content(directory / INDEX_NAME), str(directory / INDEX_NAME))
+    path = directory / METADATA_NAME
+    return safe_load.load_metadata(_content(path), str(path))
+
+
+def require_complete(directory: Path) -> None:
+    """Look at names and sizes.
+
+    Raises:
+        CheckpointNotFoundError: it is no step directory, or something is missing.
+    """
+    incomplete = layout.why_incomplete(directory)
+    if incomplete:
+        root_hint = (directory / layout.POINTER_NAME).exists()
+        raise CheckpointNotFoundError(
+            describe(
+                "not a complete checkpoint",
+                where=str(directory),
+                expected=f"a step directory with its {METADATA_NAME}",
+                found="no such directory" if not directory.is_dir() else incomplete,
+                do="name one global_step_N of this directory, or use LATEST with checkpoint.checkpoint_dir"
+                if root_hint
+                else "name a complete global_step_N directory",
+            )
+        )
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return operations.read_bytes(path, safe_load.MOST_METADATA_BYTES)
+    except OSError as error:
+        raise CheckpointMismatchError(
+            describe(
+                "the checkpoint's metadata can't be read", where=str(path), found=f"{type(error).__name__}: {error}"
+            )
+        ) from error

@@ -1,0 +1,318 @@
+"""The training state beside model and optimizer: one per rank, in either of two layouts, found by looking.
+
+Per-rank layout: ``extra_state/extra_state_rank_{R}.pt``, one file a rank. Embedded layout: entries
+``extra_state.rank_{R}.{bucket}`` inside the DCP payload. The rank stands in the name because DCP keeps one entry of those
+that share a name across ranks, so without it every rank would get some other rank's random streams back.
+
+Both hold tensors and plain values only and are read with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+
+from hyper_resume import digest
+from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest
+from hyper_resume.checkpoint.parsing import safe_load
+from hyper_resume.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    StateNotPlainError,
+    describe,
+)
+
+FORMAT_VERSION = 1
+DIRECTORY_NAME = "extra_state"
+PAYLOAD_KEY = "extra_state"
+# No checkpoint can hold this step. It stands where the step is read to, and if it is still there afterwards, then nothing was.
+_UNRESTORED_STEP = -1
+# What marks a training state as one rank's of one save; no bucket of the trainer.
+MARKS = frozenset({"format_version", "rank", "world_size", "save_id"})
+PROGRESS = "progress"
+_PROGRESS_KEYS = frozenset({"global_step", "epoch", "epoch_ended"})
+
+_FILE = re.compile(r"extra_state_rank_([0-9]+)\.pt")
+_EMBEDDED = re.compile(r"extra_state\.rank_([0-9]+)\.(.+)")
+# torch.load(weights_only=True) reads whole numbers of up to 255 bytes, sign included.
+_MOST_FILE_BYTES = 4 << 30
+_INT_BITS = 255 * 8 - 1
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, torch.Size, torch.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtraStateLayout:
+    """Where a step directory keeps its training state, and of which ranks."""
+
+    kind: Literal["per_rank", "embedded"]
+    ranks: tuple[int, ...]
+
+
+def file_name(rank: int) -> str:
+    """Return the path of one rank's file below the step directory."""
+    return f"{DIRECTORY_NAME}/extra_state_rank_{rank}.pt"
+
+
+def file_path(step_directory: Path, rank: int) -> Path:
+    """Return the path of one rank's file."""
+    return step_directory / file_name(rank)
+
+
+def embedded_key(rank: int) -> str:
+    """Return the payload key of one rank's part."""
+    return f"rank_{rank}"
+
+
+def plain_state(value: Any, where: str = "") -> Any:
+    """Return ``value`` as ``torch.load(weights_only=True)`` will read it back; containers are new, tensors the same.
+
+    What could be written but not be read again is refused now, not when it is missed: a sharded tensor in a training state
+    too, whose mesh no file can hold. NumPy's float64, integers and booleans become Python's, which compute alike (a schedule
+    that calls ``np.cos`` leaves them in learning rates).
+
+    Raises:
+        StateNotPlainError: names the path inside the state and the type that was found.
+    """
+    if type(value) in (dict, OrderedDict, Counter):
+        return type(value)(
+            {
+                # Most are tensors under a text, and there are many.
+                key if type(key) is str else plain_state(key, f"{_below(where, key)} (as a key)"): item
+                if type(item) is torch.Tensor and _is_plain_leaf(item)
+                else plain_state(item, _below(where, key))
+                for key, item in value.items()
+            }
+        )
+    if type(value) in (list, tuple, set):
+        return type(value)(plain_state(item, f"{where}[{index}]") for index, item in enumerate(value))
+    if isinstance(value, (np.float64, np.integer, np.bool_)):
+        return value.item()
+    if not _is_plain_leaf(value) or (isinstance(value, DTensor) and where.startswith(f"{PAYLOAD_KEY}.")):
+        raise StateNotPlainError(
+            describe(
+                "the state holds an object that can't be saved",
+                where=where,
+                expected="tensors, numbers of up to 255 bytes, text, None, and dicts, lists, tuples, sets of them",
+                found=_kind_of(value),
+                do="return plain values from that object's state_dict() (numpy arrays: torch.from_numpy)",
+            )
+        )
+    return value
+
+
+def _below(where: str, key: Any) -> str:
+    return f"{where}.{key}" if where else str(key)
+
+
+def _is_plain_leaf(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not (value.is_meta or value.is_quantized or value.is_nested)
+    if type(value) is int:
+        return value.bit_length() <= _INT_BITS
+    # torch writes empty bytes as a call of `bytes`, which its own safe reader refuses.
+    return value != b"" if type(value) is bytes else type(value) in _PLAIN or isinstance(value, torch.Size)
+
+
+def _kind_of(value: Any) -> str:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, torch.Tensor):
+        kinds = [kind for kind in ("meta", "quantized", "nested") if getattr(value, f"is_{kind}")]
+        return f"{name} ({', '.join(kinds)})" if kinds else name
+    return "empty bytes" if type(value) is bytes else name
+
+
+def encode(extra_state: Mapping[str, Any]) -> bytes:
+    """Serialise one rank's training state. Two calls with equal content give equal bytes."""
+    buffer = io.BytesIO()
+    torch.save(dict(extra_state), buffer)
+    return buffer.getvalue()
+
+
+def write_file(step_directory: Path, rank: int, content: bytes) -> FileEntry:
+    """Write one rank's file and bring it to the device; the directory is made if it is missing. Returns its manifest entry."""
+    path = file_path(step_directory, rank)
+    with contextlib.suppress(FileExistsError):
+        operations.current().make_directory(path.parent)
+    operations.write_file(path, content)
+    return FileEntry(size_bytes=len(content), digest=digest.digest_bytes([content]), rank=rank)
+
+
+def bucket_of(key: str) -> str:
+    """Return the bucket of a part of the training state: the counters are one, ``progress``."""
+    return PROGRESS if key in _PROGRESS_KEYS else key
+
+
+def bucket_digests(training_state: Mapping[str, Any]) -> dict[str, str]:
+    """Return bucket -> digest of one rank's training state."""
+    buckets: dict[str, Any] = {}
+    for key, value in training_state.items():
+        if bucket_of(key) == PROGRESS:
+            buckets.setdefault(PROGRESS, {})[key] = value
+        elif key not in MARKS:
+            buckets[key] = value
+    return {bucket: digest.state_text(value) for bucket, value in buckets.items()}
+
+
+def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
+    """Read one rank's file.
+
+    Raises:
+        CheckpointNotFoundError: it is missing.
+        CheckpointMismatchError: it can't be decoded, is of a newer format, or was written by another rank.
+    """
+    path = file_path(step_directory, rank)
+    try:
+        content = operations.read_bytes(path, _MOST_FILE_BYTES)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(
+            describe(
+                f"the extra_state file of rank {rank} is missing",
+                where=str(path),
+                expected="one file a rank, written with the checkpoint",
+                found="no such file",
+                do="restore the file, or set checkpoint.restore_train_state=false to load weights only",
+            )
+        ) from None
+    except OSError as error:
+        raise CheckpointMismatchError(
+            describe(
+                "an extra_state file can't be read",
+                where=str(path),
+                found=f"{type(error).__name__}: {error}",
+                do="restore the file from a copy, or resume from another checkpoint",
+            )
+        ) from error
+    return checked_format(safe_load.load_plain(content, str(path)), str(path), rank)
+
+
+def embed(extra_state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return the payload part for one rank. Each bucket is wrapped in a 1-tuple, which DCP keeps as one entry."""
+    return {embedded_key(rank): {bucket: (value,) for bucket, value in extra_state.items()}}
+
+
+def embedded_names(metadata: Metadata, rank: int) -> dict[str, str]:
+    """Return part of the training state -> the entry that holds one rank's."""
+    matches = map(_EMBEDDED.fullmatch, metadata.state_dict_metadata)
+    return {match.group(2): match.group(0) for match in matches if match and int(match.group(1)) == rank}
+
+
+def unwrap_embedded(values: Mapping[str, Any], rank: int, where: str) -> dict[str, Any]:
+    """Turn the values of one rank's entries into its training state.
+
+    Raises:
+        CheckpointNotFoundError: no step was read.
+        CheckpointMismatchError: they are not as they are embedded.
+    """
+    values = {"global_step": (_UNRESTORED_STEP,), **values}
+    if values["global_step"] == (_UNRESTORED_STEP,):
+        raise missing_training_state(where, f"no embedded extra_state of rank {rank}")
+    wrong = sorted(key for key, value in values.items() if not (isinstance(value, tuple) and len(value) == 1))
+    if wrong:
+        raise CheckpointMismatchError(
+            describe(
+                f"embedded extra_state of rank {rank} is not as a save embeds it",
+                where=where,
+                expected="each part in a tuple of one",
+                found=f"{wrong[0]}: {type(values[wrong[0]]).__name__}",
+                do="resume from another checkpoint",
+            )
+        )
+    return checked_format({key: value[0] for key, value in values.items()}, where, rank)
+
+
+def checked_format(state: Any, where: str, rank: int) -> dict[str, Any]:
+    """Return ``state`` if it is the training state of ``rank``, in a format that this version reads.
+
+    Raises:
+        CheckpointMismatchError: it is not.
+    """
+    version = state.get("format_version") if isinstance(state, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointMismatchError(
+            describe(
+                "the extra_state is of a format that this version does not read",
+                where=where,
+                expected=f"a dict with format_version {FORMAT_VERSION}",
+                found=f"{type(state).__name__} with format_version {version!r}",
+                do="resume with the version of hyper_resume that wrote it",
+            )
+        )
+    lacking = [name for name in ("rank", "world_size", "global_step") if type(state.get(name)) is not int]
+    if lacking or state["rank"] != rank:
+        raise CheckpointMismatchError(
+            describe(
+                "the extra_state is not this rank's" if not lacking else f"the extra_state has no {', '.join(lacking)}",
+                where=where,
+                expected=f"the training state that rank {rank} saved",
+                found=f"rank {state.get('rank')!r} of {state.get('world_size')!r}, step {state.get('global_step')!r}",
+                do="restore the file that this rank wrote, or resume from another checkpoint",
+            )
+        )
+    result: dict[str, Any] = state
+    return result
+
+
+def missing_training_state(where: str, found: str) -> CheckpointNotFoundError:
+    """Build the error for a checkpoint that was asked for training state it does not hold (specification 9.3)."""
+    return CheckpointNotFoundError(
+        describe(
+            "the checkpoint holds no training state",
+            where=where,
+            expected="extra_state (progress, lr scheduler, data position, random streams) of every rank",
+            found=found,
+            do="set checkpoint.restore_train_state=false to start from its weights only",
+        )
+    )
+
+
+def refuse_part(where: str, lacking: list[str]) -> None:
+    """Refuse a training state without some of the parts that are to be restored.
+
+    Raises:
+        CheckpointNotFoundError: ``lacking`` names some.
+    """
+    if lacking:
+        raise CheckpointNotFoundError(
+            describe(
+                f"the checkpoint's extra_state lacks {', '.join(lacking)}",
+                where=where,
+                expected="all parts of the training state",
+                found="a part of them",
+                do="set checkpoint.restore_train_state=false to start from its weights only",
+            )
+        )
+
+
+def detect(step_directory: Path, metadata: Metadata, manifest: Manifest | None = None) -> ExtraStateLayout:
+    """Find out which layout the step directory has, whatever the current configuration says.
+
+    Where there is a manifest only its files count: one that another save left in the folder does not.
+
+    Raises:
+        CheckpointNotFoundError: it has neither.
+    """
+    folder = step_directory / DIRECTORY_NAME
+    if manifest is not None:
+        names = [name.removeprefix(f"{DIRECTORY_NAME}/") for name in manifest.files]
+    else:
+        names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    file_ranks = sorted(int(match.group(1)) for match in map(_FILE.fullmatch, names) if match)
+    if file_ranks:
+        return ExtraStateLayout(kind="per_rank", ranks=tuple(file_ranks))
+    matches = map(_EMBEDDED.fullmatch, metadata.state_dict_metadata)
+    ranks = sorted({int(match.group(1)) for match in matches if match})
+    if ranks:
+        return ExtraStateLayout(kind="embedded", ranks=tuple(ranks))
+    raise missing_training_state(str(step_directory), "neither extra_state files nor embedded extra_state entries")

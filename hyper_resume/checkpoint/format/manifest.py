@@ -1,0 +1,337 @@
+"""``manifest.json``: what a step directory must hold, file by file and bucket by bucket, and the check that it does.
+
+It is written last, so a directory with a whole manifest had all else on the device before. Plain JSON of a closed form: read
+with limits, and nothing in it is ever executed. Its own digest shows damage, not a forgery.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hyper_resume import digest
+from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.format import segments
+from hyper_resume.checkpoint.parsing.plain_json import Form, FormError, parse_json
+from hyper_resume.checkpoint.tensors.copying import in_threads
+from hyper_resume.errors import CheckpointMismatchError, describe
+
+MANIFEST_NAME = "manifest.json"
+METADATA_NAME = ".metadata"
+FORMAT = "hyper_resume.manifest"
+FORMAT_VERSION = 2
+# The first had other forms of digests, which are still compared.
+_VERSIONS_READ = (1, 2)
+MISSING = "it is missing"
+MOST_ANCESTORS = 512
+# 10,000 ranks with seven buckets and two files each make about 10 MB.
+_MOST_BYTES = 256 << 20
+_WINDOW_BYTES = 16 << 20
+_MOST_SHOWN = 500
+_MOST_RANKS_IN_LINES = 64
+# One directory level at most; neither hidden by a leading dot below one, nor able to leave the step directory.
+_FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)?[A-Za-z0-9_][A-Za-z0-9_.-]*|\.[A-Za-z0-9_.-]+")
+# A directory of any name may be saved to, and its name begins the id. The id is the name of a directory in its turn.
+_ATTEMPT = re.compile(r"(?!\.{1,2}$)[^/\x00-\x1f\x7f\ud800-\udfff]{1,255}")
+_RANK = re.compile(r"0|[1-9][0-9]{0,8}")
+_DO = "restore the file from a copy, or resume from another checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file: its size in bytes, its digest as text, and the rank that wrote it."""
+
+    size_bytes: int
+    digest: str
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The device mesh of the sharded parameters: names of its dimensions and their sizes."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All that is known of one save.
+
+    Attributes:
+        step: finished optimizer steps.
+        attempt: the save's own id; every attempt at a step has another.
+        ordinal: grows by one with each save into this ``checkpoint_dir``; orders saves where steps can't, because a run that
+            went back passes the same steps again.
+        ancestors: (step, attempt) of the saves that this one descends from, newest last.
+        world_size: number of ranks.
+        mesh: see :class:`Mesh`; None without sharded parameters.
+        created_at: UTC, ISO 8601.
+        versions: of the library and of torch.
+        metrics: what retention ranks by.
+        files: path below the step directory (``/`` between parts) to its entry; all files but the manifest itself.
+        buckets: rank as text to bucket to the digest of that rank's part, taken from the live state at the call of ``save``.
+        names: rank as text to bucket to the digest of the names of that rank's entries, for the buckets of the payload: whether
+            a load asks for the very entries that the rank had, so that digests can be compared.
+    """
+
+    step: int
+    attempt: str
+    ordinal: int
+    ancestors: tuple[tuple[int, str], ...]
+    world_size: int
+    mesh: Mesh | None
+    created_at: str
+    versions: Mapping[str, str]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    files: Mapping[str, FileEntry]
+    buckets: Mapping[str, Mapping[str, str]]
+    names: Mapping[str, Mapping[str, str]]
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the file's bytes; equal manifests give equal bytes.
+
+    Raises:
+        ValueError: it holds a number that is not finite; :func:`decode` would refuse the file.
+    """
+    content = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        # Not asdict, which copies all that is in there.
+        **vars(manifest),
+        "mesh": None if manifest.mesh is None else vars(manifest.mesh),
+        "files": {name: vars(entry) for name, entry in manifest.files.items()},
+    }
+    whole = {**content, "digest": _own_digest(content)}
+    # Lines for people to read; of a thousand ranks nobody reads them, and they take longer to make than all else.
+    indent = 1 if manifest.world_size <= _MOST_RANKS_IN_LINES else None
+    return json.dumps(whole, indent=indent, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def _own_digest(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return digest.digest_bytes([canonical.encode()])
+
+
+def decode(content: bytes, where: str) -> Manifest:
+    """Read the file's bytes.
+
+    Args:
+        content: all of the file.
+        where: the path, for messages.
+
+    Raises:
+        CheckpointMismatchError: damaged, not of this form, or of a newer version.
+    """
+    try:
+        if len(content) > _MOST_BYTES:
+            raise FormError(f"{len(content)} bytes; at most {_MOST_BYTES} are read")
+        return _decode(parse_json(content))
+    except (FormError, RecursionError) as error:
+        is_other = isinstance(error, _OtherVersion)
+        raise CheckpointMismatchError(
+            describe(
+                "the checkpoint's manifest can't be trusted",
+                where=where,
+                expected=f"{FORMAT} of version {' or '.join(map(str, _VERSIONS_READ))}, as it was written",
+                found=str(error)[:_MOST_SHOWN],
+                do="resume with the version of hyper_resume that wrote it" if is_other else _DO,
+            )
+        ) from error
+
+
+class _OtherVersion(FormError):
+    """Nothing is wrong with the file; this version of the library does not know its form."""
+
+
+def _decode(found: Any) -> Manifest:
+    form = Form(found)
+    if form.text("format") != FORMAT:
+        raise FormError(f"a file of format {found['format'][:80]!r}")
+    if form.integer("format_version") not in _VERSIONS_READ:
+        raise _OtherVersion(f"{FORMAT} of version {found['format_version']}")
+    if "mesh" not in found:
+        raise FormError("mesh: missing")
+    own = form.text("digest")
+    content = {key: value for key, value in found.items() if key != "digest"}
+    if own != _own_digest(content):
+        raise FormError("its content does not have the digest that it states")
+    manifest = Manifest(
+        step=form.integer("step", least=0),
+        attempt=form.text("attempt", pattern=_ATTEMPT),
+        ordinal=form.integer("ordinal", least=0),
+        ancestors=tuple(_ancestor(item) for item in form.items("ancestors", most=MOST_ANCESTORS)),
+        world_size=form.integer("world_size", least=1),
+        mesh=_mesh(found["mesh"]),
+        created_at=form.text("created_at"),
+        versions={name: form.inside("versions").text(name) for name in form.names("versions")},
+        metrics={name: form.inside("metrics").number(name) for name in form.names("metrics")},
+        files={name: _file_entry(name, form.inside("files").inside(name)) for name in form.names("files")},
+        buckets={rank: _bucket_digests(rank, form.inside("buckets").inside(rank)) for rank in form.names("buckets")},
+        names={rank: _bucket_digests(rank, form.inside("names").inside(rank)) for rank in form.names("names")},
+    )
+    form.refuse_others("format", "format_version", "digest", *Manifest.__dataclass_fields__)
+    if METADATA_NAME not in manifest.files:
+        raise FormError(f"files: {METADATA_NAME} is not among them")
+    return manifest
+
+
+def _ancestor(item: Any) -> tuple[int, str]:
+    pair = Form({"step": item[0], "attempt": item[1]} if isinstance(item, list) and len(item) == 2 else item)
+    return pair.integer("step", least=0), pair.text("attempt", pattern=_ATTEMPT)
+
+
+def _mesh(found: Any) -> Mesh | None:
+    if found is None:
+        return None
+    form = Form(found)
+    form.refuse_others("names", "shape")
+    names = [Form({"name": item}).text("name") for item in form.items("names", most=16)]
+    shape = [Form({"size": item}).integer("size", least=1) for item in form.items("shape", most=16)]
+    if len(names) != len(shape):
+        raise FormError(f"mesh: {len(names)} names and {len(shape)} sizes")
+    return Mesh(names=tuple(names), shape=tuple(shape))
+
+
+def _file_entry(name: str, form: Form) -> FileEntry:
+    if not _FILE_NAME.fullmatch(name) or name.split("/")[-1] in (".", "..", MANIFEST_NAME):
+        raise FormError(f"a file name that no save writes: {name[:80]!r}")
+    form.refuse_others("size_bytes", "digest", "rank")
+    return FileEntry(
+        size_bytes=form.integer("size_bytes", least=0),
+        digest=_digest(form, "digest"),
+        rank=form.integer("rank", least=0),
+    )
+
+
+def _bucket_digests(rank: str, form: Form) -> dict[str, str]:
+    if not _RANK.fullmatch(rank):
+        raise FormError(f"a rank that is no number: {rank[:80]!r}")
+    return {bucket: _digest(form, bucket) for bucket in form.value}
+
+
+def _digest(form: Form, key: str) -> str:
+    text = form.text(key)
+    if not digest.is_digest(text):
+        raise FormError(f"{key}: expected a digest of {digest.ALGORITHM}, found {text[:80]!r}")
+    return text
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """Read a step directory's manifest; None where it has none.
+
+    Raises:
+        CheckpointMismatchError: it can't be read or trusted.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        content = operations.read_bytes(path, _MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise CheckpointMismatchError(
+            describe(
+                "the checkpoint's manifest can't be read",
+                where=str(path),
+                found=f"{type(error).__name__}: {error}",
+                do=_DO,
+            )
+        ) from error
+    return decode(content, str(path))
+
+
+def verify_files(
+    directory: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    *,
+    digests: bool,
+    proofs: dict[str, segments.Proof] | None = None,
+) -> list[str]:
+    """Hold files against the manifest.
+
+    Args:
+        directory: the step directory.
+        manifest: its manifest.
+        names: which of ``manifest.files`` to look at.
+        digests: read the files and compare digests too; else sizes only.
+        proofs: gets what is known then of files that are as they were written, by name.
+
+    Returns:
+        one complaint a file that is not as it was written, naming it; an empty list when all are.
+    """
+    return [
+        f"{name}: {complaint}"
+        for name in names
+        if (complaint := _verify_one(directory, name, manifest.files[name], proofs, digests=digests))
+    ]
+
+
+def _verify_one(
+    directory: Path, name: str, entry: FileEntry, proofs: dict[str, segments.Proof] | None, *, digests: bool
+) -> str:
+    path = directory / name
+    try:
+        if path.parent != directory and path.parent.is_symlink():
+            return "its directory is a link"
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            return "it is no regular file"
+        if status.st_size != entry.size_bytes:
+            return f"expected {entry.size_bytes} bytes, found {status.st_size}"
+        if not digests:
+            return ""
+        if digest.is_of_table(entry.digest):
+            with operations.current().open_read(path) as file:
+                complaint, proof = segments.verify(file, entry.digest)
+            if proof is not None and proofs is not None:
+                proofs[name] = proof
+            return complaint
+        found = digest_file(path, like=entry.digest)
+    except FileNotFoundError:
+        return MISSING
+    except OSError as error:
+        return f"it can't be read ({errno.errorcode.get(error.errno or 0, 'OSError')}: {error.strerror})"
+    return "" if found == entry.digest else f"expected digest {entry.digest}, found {found}"
+
+
+def digest_file(path: Path, *, like: str) -> str:
+    """Return a file's digest as text, taken as ``like`` was; where that is of a table, it is of the file's own table alone.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    with operations.current().open_read(path) as file:
+        if digest.is_of_table(like):
+            table = segments.read_table(file)
+            return "" if table is None else digest.text_of_table(table)
+        if not digest.is_of_blocks(like):
+            return digest.digest_bytes(_windows(file, 0, file.size_bytes))
+        begins = range(0, file.size_bytes, digest.BLOCK_BYTES)
+        spans = [(begin, min(begin + digest.BLOCK_BYTES, file.size_bytes)) for begin in begins]
+        return digest.text_of_blocks(in_threads(lambda span: digest.raw_digest(_windows(file, *span)), spans))
+
+
+def _windows(file: operations.InputFile, begin: int, end: int) -> Iterator[memoryview]:
+    for offset in range(begin, end, _WINDOW_BYTES):
+        length = min(_WINDOW_BYTES, end - offset)
+        file.bring(offset, length)
+        yield file.part(offset, length)
+
+
+def unlisted_files(directory: Path, manifest: Manifest) -> list[str]:
+    """Return the files of the step directory that the manifest does not know; a load reads none of them."""
+    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if _is_no_folder(path))
+    return sorted(set(found) - set(manifest.files) - {MANIFEST_NAME})
+
+
+def _is_no_folder(path: Path) -> bool:
+    return path.is_symlink() or not path.is_dir()

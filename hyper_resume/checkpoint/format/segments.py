@@ -1,0 +1,179 @@
+"""A shard's own table of digests: what it is made of, piece by piece, and the check that it is as it was written.
+
+A shard ends with the length and the digest of each of its segments, in order, so that every byte before the table is in one.
+The manifest has the table's digest. A large tensor's bytes are segments of their own: who has verified a file knows the digest
+of every large tensor in it and need not read it once more. Stock ``torch.distributed.checkpoint`` goes by offsets and lengths
+and does not look behind the last entry.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hyper_resume import digest
+from hyper_resume.checkpoint.disk.operations import InputFile
+from hyper_resume.checkpoint.tensors.copying import in_threads
+
+_SEGMENT = struct.Struct("<Q16s")
+_END = struct.Struct("<Q8s")
+_MAGIC = b"hrsegm01"
+# What one thread takes at a time.
+_RUN_BYTES = 8 << 20
+_MOST_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where it begins in the file, its length in bytes, and its digest."""
+
+    begin: int
+    length: int
+    digest: bytes
+
+
+def encode(written: Iterable[Segment]) -> bytes:
+    """Return the table of all segments of a file, in order."""
+    parts = [_SEGMENT.pack(segment.length, segment.digest) for segment in written]
+    return b"".join([*parts, _END.pack(len(parts), _MAGIC)])
+
+
+def read_table(file: InputFile) -> memoryview | None:
+    """Return the bytes that stand where a file's table would be; None for a file that does not end with one.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    size = file.size_bytes
+    if size < _END.size:
+        return None
+    file.bring(size - _END.size, _END.size)
+    end = file.part(size - _END.size, _END.size)
+    if len(end) != _END.size:
+        return None
+    count, magic = _END.unpack(end)
+    table_bytes = count * _SEGMENT.size + _END.size
+    if magic != _MAGIC or table_bytes > size:
+        return None
+    file.bring(size - table_bytes, table_bytes)
+    return file.part(size - table_bytes, table_bytes)
+
+
+def decode(table: memoryview, file_bytes: int) -> list[Segment] | None:
+    """Return the segments of a table; None when they are not all that is in front of it."""
+    found: list[Segment] = []
+    begin = 0
+    for length, told in _SEGMENT.iter_unpack(table[: -_END.size]):
+        found.append(Segment(begin, length, told))
+        begin += length
+    return found if begin + len(table) == file_bytes else None
+
+
+@dataclass
+class Proof:
+    """A file that was verified: its bytes, which were looked at where they lie, and what is known of them.
+
+    Attributes:
+        content: all of the file.
+        expected: the digest that it was held against, as text.
+        identity: what a change of the file changes.
+        segments: by their beginnings.
+    """
+
+    content: memoryview
+    expected: str
+    identity: tuple[int, ...]
+    segments: dict[int, Segment]
+
+    def is_of(self, path: Path) -> bool:
+        """True when ``path`` is still the file that was verified, and was not written to since.
+
+        Raises:
+            OSError: there is none.
+        """
+        return identity(path.lstat()) == self.identity
+
+    def data_digest(self, begin: int, length: int) -> bytes | None:
+        """Return :func:`digest.data_digest` of bytes of the file; None where they are no segments of their own."""
+        return data_digest(self.segments, begin, length)
+
+
+def data_digest(segments: Mapping[int, Segment], begin: int, length: int) -> bytes | None:
+    """Return :func:`digest.data_digest` of bytes of a file; None where they are no segments of their own.
+
+    Args:
+        segments: of the file, by their beginnings.
+        begin: where the bytes begin.
+        length: how many they are.
+    """
+    blocks: list[bytes] = []
+    for at in range(begin, begin + length, digest.BLOCK_BYTES):
+        segment = segments.get(at)
+        if segment is None or segment.length != min(digest.BLOCK_BYTES, begin + length - at):
+            return None
+        blocks.append(segment.digest)
+    return digest.joined(blocks) if blocks else None
+
+
+def identity(status: os.stat_result) -> tuple[int, ...]:
+    """Return what tells a file from any other, and from what it was before it was changed."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def verify(file: InputFile, expected: str) -> tuple[str, Proof | None]:
+    """Hold a file that ends with a table against the table's digest, and all before it against the table.
+
+    Args:
+        file: to be read.
+        expected: the table's digest, as text.
+
+    Returns:
+        a complaint, or an empty text; and what is known now, where the file could be looked into without a copy.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    before = identity(os.fstat(file.fileno()))
+    table = read_table(file)
+    found = "no table of digests" if table is None else digest.text_of_table(table)
+    if table is None or found != expected:
+        return f"expected digest {expected}, found {found}", None
+    segments = decode(table, file.size_bytes)
+    if segments is None:
+        return f"its table of digests does not cover its {file.size_bytes} bytes", None
+    damaged = [segment for of_run in in_threads(lambda run: _damaged(file, run), _runs(segments)) for segment in of_run]
+    if damaged:
+        spans = [f"{segment.begin} to {segment.begin + segment.length}" for segment in damaged[:_MOST_SHOWN]]
+        more = f" and {len(damaged) - _MOST_SHOWN} more" if len(damaged) > _MOST_SHOWN else ""
+        return f"expected digest {expected}, found other bytes at {', '.join(spans)}{more}", None
+    content = file.whole()
+    return "", None if content is None else Proof(
+        content, expected, before, {segment.begin: segment for segment in segments}
+    )
+
+
+def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Consecutive segments for one thread at a time."""
+    runs: list[list[Segment]] = []
+    size = 0
+    for segment in segments:
+        if not runs or size + segment.length > _RUN_BYTES:
+            runs.append([])
+            size = 0
+        runs[-1].append(segment)
+        size += segment.length
+    return runs
+
+
+def _damaged(file: InputFile, run: Sequence[Segment]) -> list[Segment]:
+    begin, length = run[0].begin, sum(segment.length for segment in run)
+    file.bring(begin, length)
+    content = file.part(begin, length)
+    return [
+        segment
+        for segment in run
+        if digest.data_digest(content[segment.begin - begin :][: segment.length]) != segment.digest
+    ]

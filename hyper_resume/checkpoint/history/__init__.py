@@ -1,0 +1,1 @@
+"""Which saves descend from which, which one LATEST means, and which are kept."""

@@ -1,0 +1,188 @@
+"""A step directory compared with its manifest, before anything of it is loaded."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+
+from hyper_resume import collective
+from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.format import layout
+from hyper_resume.checkpoint.format.description import read_metadata
+from hyper_resume.checkpoint.format.manifest import (
+    MANIFEST_NAME,
+    MISSING,
+    Manifest,
+    digest_file,
+    read_manifest,
+    unlisted_files,
+    verify_files,
+)
+from hyper_resume.checkpoint.format.segments import Proof
+from hyper_resume.checkpoint.parsing import safe_load
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
+
+logger = logging.getLogger(__name__)
+
+Part = Literal["weights", "training state"]
+_NAMES_SHOWN = 5
+# Every file carries the id of its save as plain text near its beginning.
+_SAVE_ID = re.compile(rb"global_step_[0-9]{1,18}\.[0-9a-f]{12}")
+EXTRA_STATE_DIRECTORY = "extra_state"
+_HEAD_BYTES = 1 << 20
+
+
+def verify(
+    directory: Path,
+    how: Literal["digest", "size"],
+    group: dist.ProcessGroup | None,
+    *,
+    parts: Collection[Part] = ("weights", "training state"),
+    proofs: dict[str, Proof] | None = None,
+) -> Manifest | None:
+    """Hold a step directory against its manifest; every rank reads the files of its own number, all share the verdict.
+
+    Args:
+        directory: the step directory.
+        how: sizes only, or digests too.
+        group: of all ranks.
+        parts: of which files: those of the training state, all others, or both.
+        proofs: gets what is known then of this rank's files, by name.
+
+    Returns:
+        the manifest; None for a directory without one, of which nothing can be said.
+
+    Raises:
+        CheckpointNotFoundError: files are missing; names them, on every rank.
+        CheckpointMismatchError: files are not as they were written; names them, on every rank.
+    """
+    manifest = collective.on_rank_zero(lambda: _read_manifest(directory), group)
+    if manifest is None:
+        return None
+    rank, world_size = collective.rank(), collective.world_size()
+    own = [
+        name
+        for name, entry in sorted(manifest.files.items())
+        if entry.rank % world_size == rank and _part_of(name) in parts
+    ]
+    check = partial(_verify_one, directory, manifest, proofs, digests=how == "digest")
+    found = collective.agree(lambda: [complaint for name in own if (complaint := check(name))], group)
+    complaints = [complaint for of_rank in collective.gather(found, group) for complaint in of_rank]
+    complaints = [*wrong_name(directory, manifest), *complaints]
+    if complaints:
+        only_missing = all(complaint.endswith(MISSING) for complaint in complaints)
+        raise (CheckpointNotFoundError if only_missing else CheckpointMismatchError)(
+            describe(
+                "files of the checkpoint are missing" if only_missing else "the checkpoint is not as it was written",
+                where=str(directory),
+                expected=f"every file as the manifest of save {manifest.attempt} describes it",
+                found="; ".join(complaints[:3]) + (f"; and {len(complaints) - 3} more" if len(complaints) > 3 else ""),
+                do="restore the files from a copy, or resume from another checkpoint (LATEST takes the newest good one); "
+                "checkpoint.restore_train_state=false needs no extra_state",
+            )
+        )
+    return manifest
+
+
+def wrong_name(directory: Path, manifest: Manifest) -> list[str]:
+    """Return a complaint about a step directory under another step's name, if it is one; any other name will do."""
+    step = layout.parse_step(directory.name)
+    if step in (None, manifest.step):
+        return []
+    return [f"the directory's name says step {step}, its manifest step {manifest.step}"]
+
+
+def check_description(directory: Path, manifest: Manifest | None) -> Metadata:
+    """Read a step directory's description of its entries and hold it against the files.
+
+    It may name only files that the manifest knows, as others would be read without a digest; where there is no manifest it
+    must not tell of one.
+
+    Raises:
+        CheckpointNotFoundError: there is neither a manifest nor a description.
+        CheckpointMismatchError: it does not read, or names what is not there; the manifest was lost.
+    """
+    metadata = read_metadata(directory, manifest)
+    if manifest is None:
+        _refuse_lost_manifest(directory, metadata)
+    named = {place.relative_path for place in (metadata.storage_data or {}).values()}
+    others = set() if manifest is None else named - set(manifest.files)
+    if others:
+        raise CheckpointMismatchError(
+            describe(
+                "the checkpoint's metadata names files that its manifest does not know",
+                where=str(directory),
+                expected="files of the manifest only",
+                found=", ".join(sorted(others)[:3]),
+                do="resume from another checkpoint",
+            )
+        )
+    safe_load.check_extents(directory, metadata)
+    return metadata
+
+
+def _part_of(name: str) -> Part:
+    return "training state" if name.startswith(f"{EXTRA_STATE_DIRECTORY}/") else "weights"
+
+
+def _read_manifest(directory: Path) -> Manifest | None:
+    """Read it, and warn of files that it does not know: no load reads them, but somebody may have meant something by them."""
+    manifest = read_manifest(directory)
+    others = [] if manifest is None else unlisted_files(directory, manifest)
+    if others:
+        more = f" and {len(others) - _NAMES_SHOWN} more" if len(others) > _NAMES_SHOWN else ""
+        logger.warning(
+            "%s holds files that its manifest does not know, and no load reads: %s%s",
+            directory,
+            ", ".join(others[:_NAMES_SHOWN]),
+            more,
+        )
+    return manifest
+
+
+def _refuse_lost_manifest(directory: Path, metadata: Metadata) -> None:
+    """A save of this library wrote a manifest, and its ``.metadata`` tells so: without it nothing is proved any more."""
+    about = metadata.storage_meta
+    if about is not None and about.save_id and about.save_id == Path(str(about.checkpoint_id)).name:
+        raise CheckpointMismatchError(
+            describe(
+                "the checkpoint has lost its manifest",
+                where=str(directory),
+                expected=f"{MANIFEST_NAME}, which save {about.save_id} wrote with it",
+                found="no such file",
+                do="restore the file from a copy, or resume from another checkpoint",
+            )
+        )
+
+
+def _verify_one(
+    directory: Path, manifest: Manifest, proofs: dict[str, Proof] | None, name: str, *, digests: bool
+) -> str:
+    complaints = verify_files(directory, manifest, [name], digests=digests, proofs=proofs)
+    return complaints[0] + _origin(directory / name, manifest) if complaints else ""
+
+
+def _origin(path: Path, manifest: Manifest) -> str:
+    """Say which save a file is of, when it is not this one's: a file that was mixed in has the right name and often size."""
+    try:
+        head = operations.read_head(path, _HEAD_BYTES)
+        others = sorted({found.decode() for found in _SAVE_ID.findall(head)} - {manifest.attempt})
+        if others:
+            return f" (it is a part of another save: {', '.join(others[:3])})"
+        size = path.stat().st_size
+        twins = [name for name, entry in manifest.files.items() if entry.size_bytes == size and path.name not in name]
+        told = {name: manifest.files[name].digest for name in twins}
+        # Once for each way of taking it, however many files there are.
+        ways = {text.rpartition(":")[0]: text for text in told.values()}
+        found = {digest_file(path, like=text) for text in ways.values()}
+        same = [name for name in twins if told[name] in found]
+    except OSError:
+        return ""
+    return f" (it has the content of {same[0]})" if same else ""

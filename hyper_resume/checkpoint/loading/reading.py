@@ -1,0 +1,149 @@
+"""Reading entries of a step directory, and a rank's training state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from hyper_resume import collective
+from hyper_resume.checkpoint.format import extra_state as extra
+from hyper_resume.checkpoint.format.layout import STAGING_NAME
+from hyper_resume.checkpoint.format.manifest import Manifest
+from hyper_resume.checkpoint.format.save_id import SAVE_ID, SHARD_ENTRY, refuse_mixture
+from hyper_resume.checkpoint.format.segments import Proof
+from hyper_resume.checkpoint.loading.entries import Entries, Read
+from hyper_resume.checkpoint.parsing import safe_load
+from hyper_resume.errors import CheckpointMismatchError, HyperResumeError, describe
+
+logger = logging.getLogger(__name__)
+
+
+def load_entries(
+    wanted: Mapping[str, Any],
+    directory: Path,
+    metadata: Metadata,
+    proofs: Mapping[str, Proof] = MappingProxyType({}),
+) -> Read:
+    """Read entries, in this process alone.
+
+    Args:
+        wanted: names of entries; to each a tensor or sharded tensor of its type and shape, whose part is read, or anything else
+            for all of the entry.
+        directory: the step directory.
+        metadata: its own description.
+        proofs: files that were verified, by name.
+
+    Returns:
+        what was read. Tensors are on the CPU, may be views of the file, and are not to be written to.
+
+    Raises:
+        CheckpointMismatchError: something could not be read.
+    """
+    described = metadata.state_dict_metadata
+    try:
+        with Entries(directory, metadata, proofs) as entries:
+            entries.bring(wanted)
+            values = {
+                name: entries.tensor(name, live if isinstance(live, torch.Tensor) else None)
+                if isinstance(described[name], TensorStorageMetadata)
+                else entries.value(name)
+                for name, live in wanted.items()
+            }
+            return Read(values, entries.data_digests)
+    except HyperResumeError:
+        raise
+    except Exception as error:
+        raise CheckpointMismatchError(
+            describe(
+                "the checkpoint can't be read",
+                where=str(directory),
+                found=safe_load.reason_of(error),
+                do="verify the files, or resume from another checkpoint",
+            )
+        ) from error
+
+
+def read_training_state(
+    directory: Path, metadata: Metadata, layout: extra.ExtraStateLayout, rank: int
+) -> dict[str, Any]:
+    """Read the training state that ``rank`` saved, in whichever layout, in this process alone.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointMismatchError: it can't be decoded, is of a newer format, or was written by another rank.
+    """
+    if layout.kind == "per_rank":
+        return extra.read_file(directory, rank)
+    names = extra.embedded_names(metadata, rank)
+    values = load_entries(dict.fromkeys(names.values()), directory, metadata).values
+    return extra.unwrap_embedded({key: values[name] for key, name in names.items()}, rank, str(directory))
+
+
+def read_own_training_state(
+    directory: Path, metadata: Metadata, manifest: Manifest | None, group: Any
+) -> dict[str, Any]:
+    """Read this rank's training state; after a change of the world size the lowest saved rank's. Every rank calls it.
+
+    Raises:
+        CheckpointNotFoundError: there is none, or not of this rank.
+        CheckpointMismatchError: one can't be decoded, or they are of different steps.
+    """
+    rank, world_size = collective.rank(), collective.world_size()
+    found = collective.on_rank_zero(lambda: extra.detect(directory, metadata, manifest), group)
+    first = found.ranks[0]
+    probe = collective.agree(lambda: read_training_state(directory, metadata, found, first), group)
+    if probe["world_size"] == world_size:
+        state = collective.agree(lambda: read_training_state(directory, metadata, found, rank), group)
+    else:
+        logger.warning(
+            "the checkpoint was saved by %s ranks and is resumed by %s: progress, scheduler and data position come "
+            "from rank %s",
+            probe["world_size"],
+            world_size,
+            first,
+        )
+        state = probe
+    saves = collective.gather((state["global_step"], state["world_size"]), group)
+    if len(set(saves)) > 1:
+        raise CheckpointMismatchError(
+            describe(
+                "the ranks' extra_state are of different steps",
+                where=str(directory),
+                expected="one global_step and world size on all ranks",
+                found=", ".join(f"rank {i}: step {step} of {size} ranks" for i, (step, size) in enumerate(saves)),
+                do="restore the files that belong together, or resume from another checkpoint",
+            )
+        )
+    if found.kind == "embedded":
+        logger.info("Read extra_state embedded in the DCP state dict")
+    else:
+        logger.info("Read extra_state from %s", extra.file_path(directory, state["rank"]))
+    return state
+
+
+def read_save_id(directory: Path, metadata: Metadata, manifest: Manifest | None = None) -> str | None:
+    """Return the id of the save that the metadata and all shards are of; None when they carry none.
+
+    Raises:
+        CheckpointMismatchError: they are of different saves.
+    """
+    if manifest is not None:
+        # Its digests hold all parts together already.
+        return manifest.attempt
+    ranks = [match.group(1) for match in map(SHARD_ENTRY.fullmatch, metadata.state_dict_metadata) if match]
+    if not ranks:
+        return None
+    values = load_entries({f"{SAVE_ID}.{rank}": None for rank in sorted(ranks)}, directory, metadata).values
+    found = {f"the shards of {name.removeprefix(f'{SAVE_ID}.')}": save_id for name, save_id in values.items()}
+    staged = Path(str(getattr(metadata.storage_meta, "checkpoint_id", None) or ""))
+    if staged.parent.name == STAGING_NAME:
+        found["the metadata"] = staged.name
+    refuse_mixture(found, directory)
+    first: str = next(iter(found.values()))
+    return first

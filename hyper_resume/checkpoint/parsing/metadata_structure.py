@@ -1,0 +1,197 @@
+"""What DCP's description of a checkpoint must add up to, once it is decoded.
+
+A tensor whose chunks leave a hole would keep old values there, silently; two that overlap would make the result depend on
+the order of reading. Neither is anything that DCP writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+from hyper_resume.checkpoint.parsing.metadata_pickle import MOST_INTEGER, is_whole
+from hyper_resume.checkpoint.parsing.pickle_subset import PickleRefused, shorten
+
+# 2**6 corners a chunk. Parallelism splits along three dimensions at most.
+_MOST_SPLIT_DIMENSIONS = 6
+_MOST_NAME_BYTES = 255
+# Small parts may be shared by many entries, so their size is limited: torch goes to 64 dimensions.
+_MOST_DIMENSIONS = 64
+_MOST_PATH_PARTS = 64
+_MOST_TRANSFORMATIONS = 8
+
+
+def check_structure(metadata: Any) -> None:
+    """Hold the parts of the description against each other.
+
+    Raises:
+        PickleRefused: they don't fit; the message names the entry.
+    """
+    if type(metadata) is not Metadata or not is_whole(metadata) or metadata.storage_data is None:
+        raise PickleRefused("no Metadata with its entries and their places")
+    _check_side_parts(metadata)
+    places: dict[Any, Any] = metadata.storage_data
+    _check_places(places)
+    described: set[MetadataIndex] = set()
+    for name, entry in metadata.state_dict_metadata.items():
+        if type(name) is not str:
+            raise PickleRefused("an entry whose name is no text")
+        if type(entry) is TensorStorageMetadata:
+            indexes = _check_tensor(name, entry, places)
+        elif type(entry) is BytesStorageMetadata:
+            indexes = [MetadataIndex(name)]
+        else:
+            raise PickleRefused(f"entry {shorten(name)} that is {shorten(entry)}")
+        if any(index not in places for index in indexes):
+            raise PickleRefused(f"entry {shorten(name)}: it has no place")
+        described.update(indexes)
+    if len(described) != len(places):
+        raise PickleRefused(f"{len(places)} places for {len(described)} parts of entries")
+
+
+def _check_side_parts(metadata: Metadata) -> None:
+    for name, path in (metadata.planner_data or {}).items():
+        is_path = (
+            type(path) is tuple and len(path) <= _MOST_PATH_PARTS and all(type(part) in (str, int) for part in path)
+        )
+        if type(name) is not str or not is_path:
+            raise PickleRefused(f"planner_data[{shorten(name)}]: no path into the state")
+    about = metadata.storage_meta
+    if about is not None and not (type(about) is StorageMeta and is_whole(about) and "modules" in vars(about)):
+        raise PickleRefused("a StorageMeta without its fields")
+    if about is not None and not all(type(module) is str for module in about.modules):
+        raise PickleRefused("StorageMeta.modules: no names")
+
+
+def _check_places(places: dict[Any, Any]) -> None:
+    """Each place is inside a file of the directory, and no two share a byte."""
+    spans: dict[str, list[tuple[int, int, str]]] = {}
+    for index, place in places.items():
+        if type(index) is not MetadataIndex:
+            raise PickleRefused("a place for something that is no MetadataIndex")
+        name = shorten(index.fqn)
+        if type(place) is not _StorageInfo or not is_whole(place):
+            raise PickleRefused(f"entry {name}: its place is {shorten(place)}")
+        if not (0 <= place.offset <= MOST_INTEGER and 0 <= place.length <= MOST_INTEGER):
+            raise PickleRefused(f"entry {name}: it stands at {place.offset} with {place.length} bytes")
+        transformations = place.transform_descriptors or ()
+        if len(transformations) > _MOST_TRANSFORMATIONS or not all(type(text) is str for text in transformations):
+            raise PickleRefused(f"entry {name}: a stream transformation that is no text")
+        if place.relative_path not in spans:
+            complaint = path_complaint(place.relative_path)
+            if complaint:
+                raise PickleRefused(f"entry {name}: {complaint}: {shorten(place.relative_path)}")
+        spans.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length, name))
+    for file, parts in spans.items():
+        parts.sort()
+        for (_, end, one), (begin, _, other) in itertools.pairwise(parts):
+            if begin < end:
+                raise PickleRefused(f"entries {one} and {other} share bytes of {shorten(file)}")
+
+
+def path_complaint(name: str) -> str:
+    """Return why ``name`` is no file inside the step directory, or in a directory just below; "" when it is."""
+    parts = name.split("/")
+    if name.startswith("/"):
+        return "an absolute path"
+    if ".." in parts:
+        return "a path that leads out of the checkpoint"
+    if len(parts) > 2 or "" in parts or "." in parts or "\\" in name:
+        return "no plain path of a file"
+    if not name.isprintable() or any(len(part.encode("utf-8", "replace")) > _MOST_NAME_BYTES for part in parts):
+        return "a name that no file can have"
+    return ""
+
+
+def _check_tensor(name: str, entry: TensorStorageMetadata, places: dict[Any, Any]) -> list[MetadataIndex]:
+    """Return what its chunks are called in ``places``."""
+    if not is_whole(entry) or not vars(entry.properties) or len(entry.size) > _MOST_DIMENSIONS:
+        raise PickleRefused(f"entry {shorten(name)}: a tensor without its properties, or of too many dimensions")
+    if not is_possible(entry.size, entry.properties.dtype):
+        raise PickleRefused(f"entry {shorten(name)}: no tensor has so many elements")
+    indexes, complaint = [], ""
+    # Entries may share one list of chunks. The walk is bounded all the same: the first chunk without a place ends it.
+    for chunk in entry.chunks:
+        if type(chunk) is not ChunkStorageMetadata or not is_whole(chunk):
+            complaint = f"a chunk that is {shorten(chunk)}"
+            break
+        index = MetadataIndex(name, chunk.offsets)
+        complaint = _chunk_complaint(entry, chunk, places.get(index))
+        if complaint:
+            break
+        indexes.append(index)
+    complaint = complaint or cover_complaint(entry.size, entry.chunks)
+    if complaint:
+        raise PickleRefused(f"entry {shorten(name)}: {complaint}")
+    if len(set(indexes)) != len(indexes):
+        raise PickleRefused(f"entry {shorten(name)}: two chunks at one place")
+    return indexes
+
+
+def is_possible(size: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether there can be a tensor of this shape: torch computes strides, and bytes, also where a dimension is 0."""
+    return math.prod(max(1, number) for number in size) * dtype.itemsize <= MOST_INTEGER
+
+
+def _chunk_complaint(entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, place: Any) -> str:
+    complaint = box_complaint(entry.size, chunk)
+    if complaint:
+        return complaint
+    if place is None:
+        return "a chunk that has no place"
+    smallest = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+    if smallest > place.length and not place.transform_descriptors:
+        return f"{smallest} bytes of values in {place.length} bytes of a file"
+    return ""
+
+
+def box_complaint(size: torch.Size, chunk: ChunkStorageMetadata) -> str:
+    """Return how ``chunk`` is no part of a tensor of shape ``size``; "" when it is one."""
+    if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+        return "a chunk of another number of dimensions"
+    if any(begin + most > whole for begin, most, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+        return "a chunk that reaches out of the tensor"
+    return ""
+
+
+def cover_complaint(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> str:
+    """Return how ``chunks`` fail to cover a tensor of shape ``size`` exactly once; "" when they do.
+
+    Corners are counted with a sign, minus one for each upper bound among its coordinates. The sum over all boxes is the
+    mixed derivative of "how many boxes lie here", which determines that number, so it equals the whole tensor's own corners
+    exactly when each element lies in one chunk. That takes one pass, where comparing chunks in pairs would take n squared.
+    """
+    if 0 in size:
+        return ""
+    boxes = [chunk for chunk in chunks if 0 not in chunk.sizes]
+    split = [axis for axis, whole in enumerate(size) if any(box.sizes[axis] != whole for box in boxes)]
+    if len(split) > _MOST_SPLIT_DIMENSIONS:
+        return f"split along {len(split)} dimensions"
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box in boxes:
+        _add_corners(corners, [(box.offsets[axis], box.offsets[axis] + box.sizes[axis]) for axis in split], 1)
+    _add_corners(corners, [(0, size[axis]) for axis in split], -1)
+    if not any(corners.values()):
+        return ""
+    volume, whole = sum(math.prod(box.sizes) for box in boxes), math.prod(size)
+    kind = "leave a hole" if volume < whole else "overlap"
+    return f"its {len(chunks)} chunks {kind}: {volume} elements of {whole}"
+
+
+def _add_corners(corners: Counter[tuple[int, ...]], bounds: list[tuple[int, int]], weight: int) -> None:
+    for choice in itertools.product((0, 1), repeat=len(bounds)):
+        sign = -weight if sum(choice) % 2 else weight
+        corners[tuple(pair[side] for pair, side in zip(bounds, choice, strict=True))] += sign

@@ -1,0 +1,144 @@
+"""Lets a pickle of tensors and plain values pass to ``torch.load(weights_only=True)``, or refuses it.
+
+``weights_only`` keeps code from being called, but not memory and time from being used up: ``bytearray(10**12)`` and a dict
+whose key is a tuple of tuples 60 levels deep are within its rules. So an archive is walked through before, with stand-ins in
+place of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import NoneType
+from typing import Any, Final
+
+import torch
+
+from hyper_resume.checkpoint.parsing.pickle_subset import PickleRefused, PickleSubset, shorten
+
+_MOST_NESTING = 100
+# A key is hashed as a whole, each time; the ones that we write are names and numbers.
+_MOST_IN_KEY = 1000
+# Shared parts count as often as they are referred to, so that nobody walks through more than the file could hold.
+_NODES_PER_BYTE = 8
+
+_DTYPES: Final = frozenset(f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+_VALUES: Final = frozenset(
+    _DTYPES
+    | {f"{kind.__module__}.{kind.__name__}" for kind in torch._storage_classes}
+    | {"torch.Tensor", "torch.nn.parameter.Parameter"}
+)
+_REBUILD: Final = frozenset(
+    f"torch._utils._rebuild_{form}"
+    for form in ("tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "sparse_tensor")
+)
+_REBUILD_SUBCLASS: Final = "torch._tensor._rebuild_from_type_v2"
+_CALLS: Final = frozenset(
+    {
+        "collections.OrderedDict",
+        "collections.Counter",
+        "__builtin__.set",
+        "__builtin__.complex",
+        "_codecs.encode",
+        "torch.Size",
+        "torch.device",
+        "torch.serialization._get_layout",
+        _REBUILD_SUBCLASS,
+        *_REBUILD,
+    }
+)
+_HASHABLE: Final = (str, bytes, int, float, complex, bool, NoneType)
+
+
+class _Name:
+    """Stands for something that the pickle names."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Opaque:
+    """Stands for a tensor, a storage, a device."""
+
+
+class PlainPickle(PickleSubset):
+    """Walks through the pickle in a ``torch.save`` archive. What it returns has the form of the value, not the tensors."""
+
+    def check(self) -> None:
+        """Walk through all of it.
+
+        Raises:
+            PickleRefused: it holds something that is not read, or unfolds to more than its bytes.
+        """
+        self._check_unfolded(self.read())
+
+    def find(self, module: str, name: str) -> Any:
+        """Return a stand-in for what is listed."""
+        full = f"{module}.{name}"
+        return _Name(full) if full in _VALUES or full in _CALLS else super().find(module, name)
+
+    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """Return what the call would, or a stand-in, when the arguments are such as ``torch.save`` writes."""
+        name = function.name if isinstance(function, _Name) else ""
+        kinds = tuple(map(type, arguments))
+        if name in _REBUILD or (name == _REBUILD_SUBCLASS and getattr(arguments[0], "name", "") in _REBUILD):
+            return _Opaque()
+        if name == "collections.OrderedDict" and not arguments:
+            return {}
+        if name == "collections.Counter" and kinds == (dict,):
+            return arguments[0]
+        if name == "__builtin__.set" and kinds == (list,):
+            for item in arguments[0]:
+                self.check_key(item)
+            return tuple(arguments[0])
+        if name == "__builtin__.complex" and kinds == (float, float):
+            return complex(*arguments)
+        # Any other encoding would be looked for among modules.
+        if name == "_codecs.encode" and kinds == (str, str) and arguments[1] == "latin1":
+            return arguments[0].encode("latin1", "replace")
+        if name == "torch.Size" and kinds == (tuple,) and all(type(number) is int for number in arguments[0]):
+            return arguments[0]
+        if name in ("torch.device", "torch.serialization._get_layout") and kinds in ((str,), (str, int)):
+            return (name, *arguments)
+        raise self.refused(f"a call of {shorten(name or function)} that torch.save does not write")
+
+    def build(self, instance: Any, state: Any) -> None:
+        """Pass over the attributes that a dict of ``state_dict()`` has."""
+        if type(instance) is not dict or type(state) is not dict:
+            super().build(instance, state)
+
+    def persistent(self, key: Any) -> Any:
+        """Return a stand-in for a storage; ``torch`` holds its size against the archive's record."""
+        if type(key) is not tuple or tuple(map(type, key)) != (str, _Name, str, str, int) or key[0] != "storage":
+            super().persistent(key)
+        return _Opaque()
+
+    def check_key(self, key: Any) -> None:
+        """Allow plain values and tuples of them, of a size that can be hashed at once."""
+        pending, count = [key], 0
+        while pending:
+            part = pending.pop()
+            count += 1
+            if type(part) is tuple and count + len(part) <= _MOST_IN_KEY:
+                pending.extend(part)
+            elif not isinstance(part, (*_HASHABLE, _Opaque, _Name)) or count > _MOST_IN_KEY:
+                raise self.refused(f"a key that is {shorten(part)}")
+
+    def _check_unfolded(self, root: Any) -> None:
+        left = _NODES_PER_BYTE * len(self._content)
+        open_nodes: list[Iterator[Any]] = [iter((root,))]
+        while open_nodes:
+            part = next(open_nodes[-1], open_nodes)
+            if part is open_nodes:
+                open_nodes.pop()
+                continue
+            left -= 1
+            if left < 0:
+                raise PickleRefused("a value that refers to its parts more often than its bytes can hold")
+            if len(open_nodes) > _MOST_NESTING:
+                raise PickleRefused(f"a value that is nested more than {_MOST_NESTING} deep")
+            if isinstance(part, _Name) and part.name not in _DTYPES:
+                raise PickleRefused(f"{part.name}, which is no value")
+            if isinstance(part, dict):
+                open_nodes.append(iter(part.values()))
+            elif isinstance(part, (list, tuple)):
+                open_nodes.append(iter(part))

@@ -1,0 +1,217 @@
+"""Reading what a checkpoint holds without believing it: its description, where its files are, its values.
+
+Nothing here runs code of a checkpoint. A name in it stands for one of a few listed classes or for nothing (see
+:mod:`hyper_resume.checkpoint.parsing.metadata_pickle`), and ``torch.load(weights_only=True)`` gets to see only what was walked
+through before (:mod:`hyper_resume.checkpoint.parsing.plain_pickle`). Memory and time grow with the bytes that are really there.
+"""
+
+from __future__ import annotations
+
+import io
+import stat
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from hyper_resume.checkpoint.parsing.metadata_pickle import MetadataPickle
+from hyper_resume.checkpoint.parsing.metadata_structure import check_structure, path_complaint
+from hyper_resume.checkpoint.parsing.pickle_subset import PickleRefused, shorten
+from hyper_resume.checkpoint.parsing.plain_pickle import PlainPickle
+from hyper_resume.errors import CheckpointMismatchError, describe
+
+MOST_METADATA_BYTES = 256 << 20
+"""Largest pickle that is read, in bytes; room for some 3 million chunks."""
+
+_MOST_DIRECTORY_BYTES = 64 << 20
+_END_OF_ARCHIVE = struct.Struct("<4s4H2LH")
+_DO = "restore the file from a copy, or resume from another checkpoint"
+
+
+def load_metadata(content: bytes, where: str) -> Metadata:
+    """Decode DCP's ``.metadata`` and hold its parts against each other.
+
+    Args:
+        content: all of the file.
+        where: the path, for messages.
+
+    Raises:
+        CheckpointMismatchError: it holds anything else than a description of tensors and values; a path leads out of the
+            checkpoint; chunks overlap or leave a hole.
+    """
+    try:
+        if len(content) > MOST_METADATA_BYTES:
+            raise PickleRefused(f"{len(content)} bytes; at most {MOST_METADATA_BYTES} are read")
+        metadata: Metadata = MetadataPickle(content).read()
+        check_structure(metadata)
+    except (PickleRefused, MemoryError) as error:
+        raise CheckpointMismatchError(
+            describe(
+                "the checkpoint's metadata can't be read",
+                where=where,
+                expected="DCP's description of tensors and values, complete and without anything else",
+                found=str(error) or type(error).__name__,
+                do=_DO,
+            )
+        ) from error
+    return metadata
+
+
+def check_contained(directory: Path, name: str) -> Path:
+    """Return ``directory / name`` if that is a regular file of the checkpoint, reached through no link.
+
+    Args:
+        directory: the step directory.
+        name: a path as the metadata gives it: a file, or a file in a directory just below.
+
+    Raises:
+        CheckpointMismatchError: it is elsewhere, missing, a link, or no regular file.
+    """
+    complaint = path_complaint(name)
+    if complaint:
+        raise _not_contained(str(directory), f"{complaint}: {shorten(name)}")
+    path, parts = directory, name.split("/")
+    for depth, part in enumerate(parts, start=1):
+        path = path / part
+        try:
+            mode = path.lstat().st_mode
+        except OSError as error:
+            raise _not_whole(path, "a file", _reason_of_missing(error)) from error
+        is_last = depth == len(parts)
+        if stat.S_ISLNK(mode):
+            raise _not_contained(str(path), "a link")
+        if not (stat.S_ISREG(mode) if is_last else stat.S_ISDIR(mode)):
+            raise _not_contained(str(path), "no regular file" if is_last else "no directory")
+    return path
+
+
+def check_extents(directory: Path, metadata: Metadata) -> None:
+    """Hold the sizes of the files against the metadata, so that a torn file is found before live tensors are written.
+
+    Raises:
+        CheckpointMismatchError: names the first file that is missing, too short, or no file of the checkpoint.
+    """
+    needed: dict[str, int] = {}
+    for place in (metadata.storage_data or {}).values():
+        end = place.offset + place.length
+        needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
+    for name, size in sorted(needed.items()):
+        path = check_contained(directory, name)
+        found = path.lstat().st_size
+        if found < size:
+            raise _not_whole(path, f"at least {size} bytes", f"{found} bytes")
+
+
+def load_plain(content: bytes | bytearray | memoryview | BinaryIO, where: str) -> Any:
+    """Decode a ``torch.save`` archive of tensors and plain values; tensors come to the CPU.
+
+    Args:
+        content: the archive, or a seekable file that holds it and nothing else.
+        where: path and entry, for messages.
+
+    Raises:
+        CheckpointMismatchError: it is damaged, holds anything else, or would unfold to more than its bytes.
+    """
+    file: Any = io.BytesIO(content) if isinstance(content, (bytes, bytearray, memoryview)) else content
+    try:
+        PlainPickle(_read_pickle(file)).check()
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointMismatchError(
+            describe(
+                "a part of the checkpoint can't be read",
+                where=where,
+                expected="an archive of tensors and plain values",
+                found=reason_of(error),
+                do=_DO,
+            )
+        ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the class and message of a failed decoding, short.
+
+    Of torch's refusal to run code only the reason is kept: its message also advises ``weights_only=False``, which is exactly
+    what nobody should do with a file that was refused.
+    """
+    if isinstance(error, PickleRefused):
+        return str(error)
+    lines = str(error).splitlines()
+    if lines and lines[0].startswith("Weights only load failed"):
+        lines = [line.strip() for line in lines if line.strip() and "weights_only" not in line]
+    return f"{type(error).__name__}: {' '.join(lines)}"[:500]
+
+
+def _read_pickle(file: Any) -> bytes:
+    """Return the archive's pickle, once the archive is known to take no more room unpacked than packed."""
+    size = file.seek(0, io.SEEK_END)
+    _check_end(file, size)
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        _check_members(members, size)
+        top = members[0].filename.split("/")[0]
+        pickle = archive.getinfo(f"{top}/data.pkl")
+        if pickle.file_size > MOST_METADATA_BYTES:
+            raise PickleRefused(f"a pickle of {pickle.file_size} bytes; at most {MOST_METADATA_BYTES} are read")
+        return archive.read(pickle)
+
+
+def _check_end(file: Any, size: int) -> None:
+    """The archive ends where its data end, without a comment: then all readers of archives find the same directory."""
+    if size < _END_OF_ARCHIVE.size:
+        raise PickleRefused(f"{size} bytes, too few for an archive")
+    file.seek(size - _END_OF_ARCHIVE.size)
+    magic, *_, directory_size, _, comment_size = _END_OF_ARCHIVE.unpack(file.read(_END_OF_ARCHIVE.size))
+    if magic != b"PK\x05\x06" or comment_size:
+        raise PickleRefused("no archive, or one that is cut off or has something behind it")
+    if directory_size != 0xFFFFFFFF and directory_size > _MOST_DIRECTORY_BYTES:
+        raise PickleRefused(f"an archive whose directory takes {directory_size} bytes")
+    file.seek(0)
+    if file.read(4) != b"PK\x03\x04":
+        raise PickleRefused("something in front of the archive")
+
+
+def _check_members(members: list[zipfile.ZipInfo], size: int) -> None:
+    if not members or min(member.header_offset for member in members) != 0:
+        raise PickleRefused("an archive that does not begin with a file")
+    if len({member.filename.casefold() for member in members}) != len(members):
+        raise PickleRefused("an archive with two files of one name")
+    top = members[0].filename.split("/")[0]
+    for member in members:
+        if not member.filename.startswith(f"{top}/"):
+            raise PickleRefused("an archive with files outside its one folder")
+        if (
+            member.compress_type != zipfile.ZIP_STORED
+            or member.compress_size != member.file_size
+            or member.flag_bits & 1
+        ):
+            raise PickleRefused(f"an archive with a compressed or encrypted file {shorten(member.filename)}")
+    total = sum(member.file_size for member in members)
+    if total > size:
+        raise PickleRefused(f"an archive of {size} bytes that unfolds to {total}")
+
+
+def _not_contained(where: str, found: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        describe(
+            "a path in the checkpoint's metadata is no file of the checkpoint",
+            where=where,
+            expected="a regular file in the step directory, without links on the way",
+            found=found,
+            do="resume from another checkpoint, and find out who wrote this one",
+        )
+    )
+
+
+def _not_whole(path: Path, expected: str, found: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        describe("a shard file of the checkpoint is not whole", where=str(path), expected=expected, found=found, do=_DO)
+    )
+
+
+def _reason_of_missing(error: OSError) -> str:
+    return "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error.strerror}"

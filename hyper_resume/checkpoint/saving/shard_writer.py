@@ -1,0 +1,263 @@
+"""The DCP storage writer of this library.
+
+The writer gives each rank one file, hashed as it is written, and closes a save with ``.metadata`` and the manifest. Stock
+``torch.distributed.checkpoint.load`` reads what it writes: a tensor is a ``torch.save`` archive, as DCP's own writer makes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import filesystem as dcp_filesystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from hyper_resume import digest
+from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.format import archive, index, manifest
+from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest
+from hyper_resume.checkpoint.saving.plan_cache import Described, PlanCache
+from hyper_resume.checkpoint.saving.stream import SMALL_BYTES, Stream
+from hyper_resume.checkpoint.tensors.copying import start
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardWriteResult(WriteResult):
+    """Carries, in the gather that DCP makes anyway, what the manifest says of the file that the entry is in.
+
+    One with ``stands_for_all`` comes alone: all entries of the rank stand where they stood in the last save. The first of a
+    rank carries the digests of its buckets, if they were taken while it wrote.
+    """
+
+    file_name: str = ""
+    file: FileEntry | None = None
+    stands_for_all: bool = False
+    buckets: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def _stands_for_all(results: list[WriteResult]) -> bool:
+    return not results or (isinstance(results[0], ShardWriteResult) and results[0].stands_for_all)
+
+
+class WrittenTensor(NamedTuple):
+    """A tensor as it went into a shard, and the digest of its bytes."""
+
+    tensor: torch.Tensor
+    data_digest: bytes
+
+
+class ShardWriter(StorageWriter):
+    """Writes one save into its staging directory."""
+
+    def __init__(
+        self,
+        staging: Path,
+        draft: Manifest,
+        cache: PlanCache | None = None,
+        digest_buckets: Callable[[Mapping[str, WrittenTensor]], Mapping[str, str]] | None = None,
+    ) -> None:
+        """Take the manifest as far as it is known; files and descriptions are added by :meth:`finish`, on rank 0 only.
+
+        Args:
+            staging: where to write.
+            draft: the manifest.
+            cache: what is known from the last save, and where this one leaves what it finds out.
+            digest_buckets: gives the digests of this rank's buckets, from those of the tensors that its shard holds; called
+                while the shard is brought to the device. None when the draft has them.
+        """
+        super().__init__()
+        self._path = staging
+        self._draft = draft
+        self._cache = cache
+        self._digest_buckets = digest_buckets
+
+    def without_cache(self) -> ShardWriter:
+        """Return one that can be pickled, for a save in another process."""
+        return ShardWriter(self._path, self._draft)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing: one writer makes one save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to open before the plan."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave the plan as it is; the directory exists."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell each rank its number."""
+        return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's entries, bring them to the device, and report where each stands."""
+        # Each rank has the mark of its save to write, at the least, and the digests go with what it has written.
+        assert plan.items or self._digest_buckets is None
+        results: Future[list[WriteResult]] = Future()
+        results.set_result(self._write_shard(plan, planner) if plan.items else [])
+        return results
+
+    def _write_shard(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        rank: int = plan.storage_data
+        name = f"__{rank}_0{dcp_filesystem.DEFAULT_SUFFIX}"
+        places: list[tuple[WriteItem, int, int]] = []
+        tensors: list[tuple[str, torch.Tensor, int, int]] = []
+        # Tensors first: their sizes follow from the layout, so that they stand at the same places in every save.
+        items = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
+        with (
+            operations.current().create(self._path / name) as file,
+            Stream(file, with_table=True) as stream,
+            ThreadPoolExecutor(1, thread_name_prefix="hyper_resume-digest") as thread,
+        ):
+            file.reserve(sum(_least_bytes(item) for item in items))
+            for item in items:
+                begin = stream.align(archive.ALIGNMENT)
+                data = planner.resolve_data(item)
+                pieces = _serialise(data)
+                for content in pieces:
+                    stream.write(content)
+                if isinstance(data, torch.Tensor) and isinstance(pieces, _Around):
+                    tensors.append((item.index.fqn, data, begin + len(pieces.prefix), len(pieces.data)))
+                places.append((item, begin, stream.size_bytes - begin))
+            found = stream.finish()
+            take = self._digest_buckets
+            digested = None if take is None else start(thread, take, _written(stream, tensors))
+            file.sync()
+            buckets = {} if digested is None else digested.result()
+            entry = FileEntry(size_bytes=stream.size_bytes, digest=found, rank=rank)
+        is_known = self._cache is not None and self._cache.know_places(places)
+        results: list[WriteResult] = [
+            ShardWriteResult(
+                index=item.index,
+                size_in_bytes=length,
+                storage_data=dcp_filesystem._StorageInfo(name, offset, length),
+                file_name=name,
+                file=entry,
+                stands_for_all=is_known,
+                buckets={} if number else buckets,
+            )
+            for number, (item, offset, length) in enumerate(places[:1] if is_known else places)
+        ]
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the descriptions and then the manifest. Called on rank 0 once every rank has written."""
+        files: dict[str, FileEntry] = {
+            result.file_name: result.file
+            for of_rank in results
+            for result in of_rank[:1]
+            if isinstance(result, ShardWriteResult) and result.file is not None
+        }
+        described, listed = self._described(metadata, results)
+        pickled = described.of_save(str(self._path), self._draft.attempt)
+        for name, pieces in ((manifest.METADATA_NAME, pickled), (index.INDEX_NAME, (listed,))):
+            files[name] = _write_pieces(self._path / name, pieces)
+        buckets = {
+            str(rank): {**self._draft.buckets.get(str(rank), {}), **of_rank[0].buckets}
+            for rank, of_rank in enumerate(results)
+            if of_rank and isinstance(of_rank[0], ShardWriteResult)
+        }
+        whole = dataclasses.replace(
+            self._draft, files={**self._draft.files, **files}, buckets={**self._draft.buckets, **buckets}
+        )
+        operations.write_file(self._path / manifest.MANIFEST_NAME, manifest.encode(whole))
+
+    def _described(self, metadata: Metadata, results: list[list[WriteResult]]) -> tuple[Described, bytes]:
+        cache = self._cache
+        if cache is not None and cache.contents is not None and all(_stands_for_all(found) for found in results):
+            return cache.contents
+        known = [
+            cache.results_of(found) if cache is not None and _stands_for_all(found) else found for found in results
+        ]
+        whole = Metadata(
+            state_dict_metadata=metadata.state_dict_metadata,
+            planner_data=metadata.planner_data,
+            storage_data={result.index: result.storage_data for found in known for result in found},
+        )
+        version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", None)
+        if version is not None:
+            whole.version = version
+        contents = Described(whole), index.encode(whole)
+        if cache is not None:
+            cache.keep_results(known, contents)
+        return contents
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what ``.metadata`` says of the save: the staging directory's name tells the attempt."""
+        return StorageMeta(checkpoint_id=self._path, save_id=self._draft.attempt)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Any path."""
+        return True
+
+
+def _write_pieces(path: Path, pieces: Iterable[bytes]) -> FileEntry:
+    """Write a file of rank 0's and bring it to the device."""
+    with operations.current().create(path) as file, Stream(file) as stream:
+        for piece in pieces:
+            stream.write(piece)
+        found = stream.finish()
+        file.sync()
+        return FileEntry(size_bytes=stream.size_bytes, digest=found, rank=0)
+
+
+def _written(stream: Stream, tensors: Sequence[tuple[str, torch.Tensor, int, int]]) -> Mapping[str, WrittenTensor]:
+    """Name -> tensor and digest, given where their bytes stand in the file."""
+    found = {}
+    for name, tensor, begin, length in tensors:
+        of_data = stream.data_digest(begin, length)
+        if of_data is not None:
+            found[name] = WrittenTensor(tensor, of_data)
+    return found
+
+
+class _Around(NamedTuple):
+    """A large tensor's bytes, and what of its archive stands around them."""
+
+    prefix: bytes
+    data: memoryview
+    suffix: bytes
+
+
+def _least_bytes(item: WriteItem) -> int:
+    """What an entry takes in the file without anything around it."""
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _serialise(data: torch.Tensor | io.BytesIO) -> Sequence[bytes | memoryview]:
+    """Return the archive of one entry: what is small in one piece, the bytes of a large tensor by themselves."""
+    if isinstance(data, io.BytesIO):
+        return (data.getbuffer(),)
+    tensor = data.detach() if data.requires_grad else data
+    if not tensor.is_cpu:
+        tensor = tensor.cpu()
+    around = archive.template(tensor.dtype, tensor.shape) if tensor.layout is torch.strided else None
+    if around is not None:
+        prefix, suffix, data_bytes = around
+        content = digest.bytes_of(tensor)
+        if data_bytes < SMALL_BYTES:
+            return (b"".join((prefix, content.data, suffix)) if data_bytes else prefix + suffix,)
+        return _Around(prefix, memoryview(content).cast("B"), suffix)
+    if tensor.untyped_storage().size() != tensor.nbytes:
+        # A view: torch.save would write all of the storage behind it.
+        tensor = tensor.clone()
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return (buffer.getbuffer(),)

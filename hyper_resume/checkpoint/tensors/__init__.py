@@ -1,0 +1,1 @@
+"""States as named entries, and copies of many tensors at memory speed."""
