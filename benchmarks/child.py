@@ -20,7 +20,7 @@ from benchmarks import memory, registry
 from benchmarks.measure import Alone, Timing, Together, measure, weigh
 from benchmarks.protocol import Benchmark, Context, Options, Point, Scenario, UnableError
 from benchmarks.records import MeasurementRecord
-from conformance import serial
+from conformance.plain_data import serial
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from benchmarks.protocol import Quantity, Relation, Role
-from conformance import serial
+from conformance.plain_data import serial
 
 SCHEMA = "hyper_resume.benchmark/1"
 FILE_NAME = "records.jsonl"

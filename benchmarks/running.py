@@ -31,7 +31,8 @@ from benchmarks.records import (
     RecordsWriter,
     Report,
 )
-from conformance import provenance, serial
+from conformance.plain_data import serial
+from conformance.records import provenance
 
 _PACKAGES = ("hyper_resume", "numpy", "safetensors", "torch", "torchsnapshot", "torch_checkpointing", "xxhash")
 

@@ -10,15 +10,21 @@ from pathlib import Path
 
 import yaml
 
-from conformance.adapter import ADAPTERS, build_adapter
-from conformance.case import CASES_FOLDER, Case, CaseError, load_cases, select
-from conformance.platforms import Platform, find_platform, load_platforms
-from conformance.recheck import recheck
-from conformance.record import RecordError
-from conformance.results import ResultRecord
-from conformance.sabotaging import SabotageEntry, judge_sabotage, lint_sabotages, load_sabotages, sabotage_table
-from conformance.serial import SerialError
-from conformance.session import GOOD, Session, Work
+from conformance.judging.recheck import recheck
+from conformance.matrix.case import CASES_FOLDER, Case, CaseError, load_cases, select
+from conformance.matrix.platforms import Platform, find_platform, load_platforms
+from conformance.plain_data.serial import SerialError
+from conformance.records.results import ResultRecord
+from conformance.records.trajectory import RecordError
+from conformance.running.adapter import ADAPTERS, build_adapter
+from conformance.running.session import GOOD, Session, Work
+from conformance.sabotages.catalogue import (
+    SabotageEntry,
+    judge_sabotage,
+    lint_sabotages,
+    load_sabotages,
+    sabotage_table,
+)
 
 _RESULTS = Path("results")
 

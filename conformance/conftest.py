@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from conformance.adapter import build_adapter
-from conformance.case import load_cases
-from conformance.platforms import Platform, find_platform, load_platforms
-from conformance.session import Session
+from conformance.matrix.case import load_cases
+from conformance.matrix.platforms import Platform, find_platform, load_platforms
+from conformance.running.adapter import build_adapter
+from conformance.running.session import Session
 
 
 def marker_of(platform: Platform) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from _pytest.mark import ParameterSet
 
-from conformance.case import Case, load_cases
 from conformance.conftest import marker_of
-from conformance.platforms import load_platforms
-from conformance.session import GOOD, Session, Work
+from conformance.matrix.case import Case, load_cases
+from conformance.matrix.platforms import load_platforms
+from conformance.running.session import GOOD, Session, Work
 
 
 def _rows() -> list[ParameterSet]:

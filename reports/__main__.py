@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance.record import RecordError
-from conformance.serial import SerialError
+from conformance.plain_data.serial import SerialError
+from conformance.records.trajectory import RecordError
 from reports.assemble import ReportError, assemble
 from reports.compare import compare, text_of
 from reports.compare_page import render_comparison

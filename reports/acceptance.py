@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from conformance import results, serial
+from conformance.plain_data import serial
+from conformance.records import results
 from reports.text import Text
 
 _FILE = Path(__file__).with_name("acceptance.yaml")

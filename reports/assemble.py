@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.results import CalibrationRecord, HeaderRecord, KillRecord, SabotageRecord
+from conformance.records.results import CalibrationRecord, HeaderRecord, KillRecord, SabotageRecord
 from reports import document
 from reports.acceptance import Acceptance, Platform, Told, load_acceptance, load_platforms
 from reports.cases import anchor_of, make_cases

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from conformance import serial
-from conformance.comparison import Divergence
-from conformance.results import CaseRecord, CheckRecord, FaultRecord, LegRecord, RankEnd, ResultRecord
+from conformance.plain_data import serial
+from conformance.records.comparison import Divergence
+from conformance.records.results import CaseRecord, CheckRecord, FaultRecord, LegRecord, RankEnd, ResultRecord
 from reports.acceptance import sort_key, suite_of
 from reports.document import CaseEntry, Configuration, Epoch, KillEntry, LegEntry
 from reports.ledger import ledger

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from conformance.record import Trajectory
+from conformance.records.trajectory import Trajectory
 from reports.acceptance import sort_key
 from reports.assemble import Assembled
 from reports.compare_costs import Worse, goals_in_common, worse_costs

@@ -26,8 +26,8 @@ from benchmarks.records import (
     Report,
     read_records,
 )
-from conformance.record import RecordError
-from conformance.results import FILE_NAME as RESULTS_NAME
+from conformance.records.results import FILE_NAME as RESULTS_NAME
+from conformance.records.trajectory import RecordError
 from reports.scrub import scrub, scrub_command, scrub_environment
 
 # Of what a figure holds; another version of Python may round the last bit otherwise.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
-from conformance.results import LegRecord, ResultRecord
+from conformance.records.results import LegRecord, ResultRecord
 from reports.cases import reference_of
 from reports.charts import Band, Chart, Mark, draw, swatch
 from reports.charts import Series as ChartSeries

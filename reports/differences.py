@@ -6,9 +6,9 @@ import math
 import struct
 from dataclasses import dataclass
 
-from conformance.compare import ALL_COLUMNS, ComparisonError, bits, cells
-from conformance.comparison import Divergence
-from conformance.record import Trajectory, TrajectoryRecord
+from conformance.checks.compare import ALL_COLUMNS, ComparisonError, bits, cells
+from conformance.records.comparison import Divergence
+from conformance.records.trajectory import Trajectory, TrajectoryRecord
 
 NUMBERS = ("loss", "lr", "grad_norm")
 _BUCKETS = {

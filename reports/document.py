@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from conformance import serial
-from conformance.comparison import Divergence
-from conformance.record import RecordError
-from conformance.results import CheckRecord
+from conformance.plain_data import serial
+from conformance.records.comparison import Divergence
+from conformance.records.results import CheckRecord
+from conformance.records.trajectory import RecordError
 from conformance.storage.records import Storage
 from reports.costs import CostRun
 from reports.text import Text

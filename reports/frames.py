@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from conformance.record import TrajectoryRecord
-from conformance.results import KillRecord, LegRecord, ResultRecord, SabotageRecord
+from conformance.records.results import KillRecord, LegRecord, ResultRecord, SabotageRecord
+from conformance.records.trajectory import TrajectoryRecord
 from reports.read import Part, Run, plain
 
 METRICS = ("loss", "lr", "grad_norm")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance import serial
-from conformance.record import RecordError
+from conformance.plain_data import serial
+from conformance.records.trajectory import RecordError
 from reports.document import Report, as_json
 from reports.text import Text, say
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from conformance.record import Trajectory, TrajectoryRecord
+from conformance.records.trajectory import Trajectory, TrajectoryRecord
 from reports.document import Epoch
 
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance import serial
-from conformance.record import RecordError
-from conformance.results import FILE_NAME, KINDS, SCHEMA, FooterRecord, HeaderRecord, Results, read_results
+from conformance.plain_data import serial
+from conformance.records.results import FILE_NAME, KINDS, SCHEMA, FooterRecord, HeaderRecord, Results, read_results
+from conformance.records.trajectory import RecordError
 
 OLD_SCHEMA = "hyper_resume.results/1"
 # In schema 1 every leg was forked by the matrix's own server, every fault struck every rank that waited for it, and no
@@ -33,7 +33,7 @@ def read_any_results(folder: Path) -> Results:
     """Read a run's ``results.jsonl``, of this schema or of the one before.
 
     Raises:
-        RecordError: see :func:`conformance.results.read_results`.
+        RecordError: see :func:`conformance.records.results.read_results`.
     """
     path = folder / FILE_NAME
     lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else [""]

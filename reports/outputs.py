@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pandas as pd
 
-from conformance.comparison import Divergence
+from conformance.records.comparison import Divergence
 from reports.assemble import Assembled
 from reports.document import CaseEntry, Report, as_json
 from reports.frames import METRICS

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from conformance.results import BUCKETS
+from conformance.records.results import BUCKETS
 from reports.acceptance import Acceptance, load_acceptance
 from reports.assemble import Assembled
 from reports.cases import controls, failed_kill

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from conformance.record import Digests, TrajectoryRecord, read_rank_file
+from conformance.records.trajectory import Digests, TrajectoryRecord, read_rank_file
 
 _BARE = frozenset(
     ("global_step", "epoch", "batch_index", "loss", "lr", "group_lrs", "grad_norm", "sample_ids", "seconds")
@@ -26,7 +26,7 @@ class _UnsureError(Exception):
 
 
 def read_rank_quickly(path: Path, rank: int) -> tuple[tuple[TrajectoryRecord, ...], bool]:
-    """As :func:`conformance.record.read_rank_file`.
+    """As :func:`conformance.records.trajectory.read_rank_file`.
 
     Raises:
         RecordError: see there.

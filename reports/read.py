@@ -11,10 +11,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from benchmarks.records import Report as Benchmarks
-from conformance import serial
-from conformance.evidence import Event, EvidenceError, read_events
-from conformance.record import RecordError, Trajectory, TrajectoryRecord, trajectory_path
-from conformance.results import (
+from conformance.plain_data import serial
+from conformance.records.evidence import Event, EvidenceError, read_events
+from conformance.records.results import (
     FILE_NAME,
     CaseRecord,
     LegRecord,
@@ -23,6 +22,7 @@ from conformance.results import (
     Results,
     SabotageRecord,
 )
+from conformance.records.trajectory import RecordError, Trajectory, TrajectoryRecord, trajectory_path
 from conformance.storage.records import STORAGE_NAME, Storage, read_storage
 from reports.costs import read_costs
 from reports.old_results import read_any_results

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from conformance.evidence import Event
-from conformance.results import BUCKETS, LegRecord
+from conformance.records.evidence import Event
+from conformance.records.results import BUCKETS, LegRecord
 from reports.document import BucketCell, Certificate, Resume
 from reports.read import Part
 from reports.scrub import scrub

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 
-from conformance.evidence import Event
-from conformance.results import LegRecord
+from conformance.records.evidence import Event
+from conformance.records.results import LegRecord
 from reports.charts import WIDTH, ticks_between
 from reports.read import Part
 

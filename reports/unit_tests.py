@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from conformance.record import RecordError
+from conformance.records.trajectory import RecordError
 
 UNIT_TESTS_NAME = "unit-tests.xml"
 # The tests inside the ranks (``st/rank_side``).

@@ -15,8 +15,8 @@ from typing import Literal
 
 from benchmarks.records import FailureRecord
 from benchmarks.records import Report as Benchmarks
-from conformance.comparison import Divergence
-from conformance.results import OUTCOMES, CalibrationRecord, ResultRecord, SabotageRecord
+from conformance.records.comparison import Divergence
+from conformance.records.results import OUTCOMES, CalibrationRecord, ResultRecord, SabotageRecord
 from conformance.storage.records import Storage, corruption_violations, error_name
 from reports.acceptance import Platform, Profile, base_of, sort_key
 from reports.cases import failed_kill

@@ -12,9 +12,9 @@ from types import FrameType
 
 import yaml
 
-from conformance.case import CaseError
-from conformance.record import RecordError
-from conformance.serial import SerialError
+from conformance.matrix.case import CaseError
+from conformance.plain_data.serial import SerialError
+from conformance.records.trajectory import RecordError
 from st import command_crash, command_scenarios
 from st.lives import LifeError
 

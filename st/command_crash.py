@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conformance.adapter import build_adapter
-from conformance.platforms import find_platform
-from conformance.results import KillRecord, Outcome, ResultRecord
-from conformance.session import Session
+from conformance.matrix.platforms import find_platform
+from conformance.records.results import KillRecord, Outcome, ResultRecord
+from conformance.running.adapter import build_adapter
+from conformance.running.session import Session
 from st import running
 from st.command_scenarios import exit_code
 from st.soak import WORKLOADS, Kill, Soak

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conformance.case import Case, select
-from conformance.platforms import Platform, find_platform
-from conformance.results import LegRecord, RankEnd, ResultRecord, read_results
-from conformance.sabotaging import SabotageEntry, judge_sabotage, load_sabotages, sabotage_table
-from conformance.serial import SerialError
-from conformance.session import GOOD, Session, Work
-from conformance.yaml_lines import load_yaml
+from conformance.matrix.case import Case, select
+from conformance.matrix.platforms import Platform, find_platform
+from conformance.plain_data.serial import SerialError
+from conformance.plain_data.yaml_lines import load_yaml
+from conformance.records.results import LegRecord, RankEnd, ResultRecord, read_results
+from conformance.running.session import GOOD, Session, Work
+from conformance.sabotages.catalogue import SabotageEntry, judge_sabotage, load_sabotages, sabotage_table
 from st import running
 from st.presence import lacking
 

@@ -12,8 +12,8 @@ from types import FrameType
 
 import pytest
 
-from conformance.platforms import Platform
-from conformance.session import Session
+from conformance.matrix.platforms import Platform
+from conformance.running.session import Session
 from st import running
 
 

@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.adapter import Adapter, Job, JobFault
-from conformance.compare import ComparisonError, compare_trajectories
-from conformance.comparison import Divergence
-from conformance.evidence import EvidenceError, LegEvidence, struck_otherwise
-from conformance.faults import POINTER_NAME
-from conformance.given import complete
-from conformance.launching import Launcher
-from conformance.legs import LegPlan, run_leg
-from conformance.record import Trajectory
-from conformance.references import References
-from conformance.results import LegRecord
-from conformance.script import LegFault
+from conformance.checks.compare import ComparisonError, compare_trajectories
+from conformance.matrix.faults import POINTER_NAME
+from conformance.matrix.given import complete
+from conformance.matrix.script import LegFault
+from conformance.records.comparison import Divergence
+from conformance.records.evidence import EvidenceError, LegEvidence, struck_otherwise
+from conformance.records.results import LegRecord
+from conformance.records.trajectory import Trajectory
+from conformance.running.adapter import Adapter, Job, JobFault
+from conformance.running.launching import Launcher
+from conformance.running.legs import LegPlan, run_leg
+from conformance.running.references import References
 
 LATEST = "LATEST"
 _FOLDER = "checkpoints"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conformance.platforms import Platform
+from conformance.matrix.platforms import Platform
 
 _SECONDS = 120
 _COUNTS = {

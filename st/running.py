@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from conformance.adapter import build_adapter
-from conformance.case import Case, load_cases
-from conformance.launching import Launcher
-from conformance.platforms import Platform, load_platforms
-from conformance.processes import Hosts
-from conformance.results import ResultRecord
-from conformance.session import Session
+from conformance.matrix.case import Case, load_cases
+from conformance.matrix.platforms import Platform, load_platforms
+from conformance.records.results import ResultRecord
+from conformance.running.adapter import build_adapter
+from conformance.running.launching import Launcher
+from conformance.running.processes import Hosts
+from conformance.running.session import Session
 from st.torchrun import Torchrun
 
 SCENARIOS = Path(__file__).with_name("scenarios")

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from conformance.adapter import Adapter
-from conformance.given import complete
-from conformance.launching import Launcher
-from conformance.record import Trajectory, TrajectoryRecord
-from conformance.references import References
-from conformance.results import KillRecord, Outcome
-from conformance.script import LegFault, Moment
+from conformance.matrix.given import complete
+from conformance.matrix.script import LegFault, Moment
+from conformance.records.results import KillRecord, Outcome
+from conformance.records.trajectory import Trajectory, TrajectoryRecord
+from conformance.running.adapter import Adapter
+from conformance.running.launching import Launcher
+from conformance.running.references import References
 from st.lives import LATEST, Life, LifeError, Lives, RedError, Training, reference_of
 
 SAVE_STEPS = 3

@@ -1,8 +1,9 @@
 """The crash sweep: a save is killed before each of its file operations, on every rank, and the training resumed.
 
-For each mode a clean leg first tells every change on disk that the save under test makes (:mod:`conformance.file_operations`).
-Each of them is then a point: a fresh copy of the disk, a leg that is killed right before that change, and a leg that resumes
-from LATEST and trains to the end. The other ranks are killed wherever they are when the one rank stands at its point.
+For each mode a clean leg first records every change on disk that the save under test makes
+(:mod:`conformance.records.file_operations`). Each of them is then a point: a fresh copy of the disk, a leg that is killed
+right before that change, and a leg that resumes from LATEST and trains to the end. The other ranks are killed wherever they
+are when the one rank stands at its point.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conformance.adapter import Adapter
-from conformance.file_operations import is_asked_for
-from conformance.launching import Launcher
-from conformance.references import References
-from conformance.results import KillRecord, Outcome
-from conformance.script import LegFault
+from conformance.matrix.script import LegFault
+from conformance.records.file_operations import is_asked_for
+from conformance.records.results import KillRecord, Outcome
+from conformance.running.adapter import Adapter
+from conformance.running.launching import Launcher
+from conformance.running.references import References
 from st.lives import LATEST, Life, LifeError, Lives, RedError, Reference, Training, reference_of
 
 SAVE_STEPS = 3

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import pytest
 
-from conformance.adapter import Job, build_adapter
-from conformance.compare import compare_trajectories
-from conformance.faults import POINTER_NAME
-from conformance.given import complete
-from conformance.legs import LegPlan, run_leg
-from conformance.processes import QUIET, Hosts
-from conformance.record import Trajectory, read_trajectory, trajectory_path
+from conformance.checks.compare import compare_trajectories
+from conformance.matrix.faults import POINTER_NAME
+from conformance.matrix.given import complete
+from conformance.records.trajectory import Trajectory, read_trajectory, trajectory_path
+from conformance.running.adapter import Job, build_adapter
+from conformance.running.legs import LegPlan, run_leg
+from conformance.running.processes import QUIET, Hosts
 from st import processes
 from st.torchrun import free_port
 

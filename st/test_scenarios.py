@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from _pytest.mark import ParameterSet
 
-from conformance.case import Case
-from conformance.platforms import Platform
-from conformance.session import GOOD, Session, Work
+from conformance.matrix.case import Case
+from conformance.matrix.platforms import Platform
+from conformance.running.session import GOOD, Session, Work
 from st import running
 from st.presence import lacking
 

@@ -31,10 +31,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from conformance.evidence import rank_log
-from conformance.launching import HostError, LegOrder, RunningLeg
-from conformance.processes import QUIET, rank_end
-from conformance.results import RankEnd
+from conformance.records.evidence import rank_log
+from conformance.records.results import RankEnd
+from conformance.running.launching import HostError, LegOrder, RunningLeg
+from conformance.running.processes import QUIET, rank_end
 from st import processes
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
@@ -66,7 +66,7 @@ def free_port() -> int:
 
 
 class Torchrun:
-    """A :class:`conformance.processes.Launcher` that starts every leg under torchrun. Threads may share it."""
+    """A :class:`conformance.running.processes.Launcher` that starts every leg under torchrun. Threads may share it."""
 
     def __init__(self) -> None:
         """Begin to adopt orphans, for as long as this lives. No agent starts its ranks again: a leg is one life."""

@@ -1,1 +1,1 @@
-"""One file a trainer; their names are in :data:`conformance.adapter.ADAPTERS`."""
+"""One file a trainer; their names are in :data:`conformance.running.adapter.ADAPTERS`."""

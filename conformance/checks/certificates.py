@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
 from conformance.checks.restoring import Bucket
-from conformance.evidence import Evidence, EvidenceError, LegEvidence
+from conformance.records.evidence import Evidence, EvidenceError, LegEvidence
 
 _TITLE = "Restore certificate of "
 _LINE = re.compile(r"\s+(\w+)\s+(exact|degraded|absent)\b(.*)")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
-from conformance.evidence import Evidence, EvidenceError, LegEvidence, struck_otherwise
-from conformance.results import RankEnd
+from conformance.records.evidence import Evidence, EvidenceError, LegEvidence, struck_otherwise
+from conformance.records.results import RankEnd
 
 
 @CHECKS.register(needs=("fault.pause",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
 from conformance.checks.trajectories import joined
-from conformance.evidence import Evidence, EvidenceError, LegEvidence
+from conformance.records.evidence import Evidence, EvidenceError, LegEvidence
 
 COMMITTED = "committed_"
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from conformance.compare import ComparisonError
-from conformance.comparison import Divergence
-from conformance.evidence import Evidence, EvidenceError
-from conformance.registry import Registry
-from conformance.results import CheckRecord
-from conformance.serial import to_plain
+from conformance.checks.compare import ComparisonError
+from conformance.plain_data.registry import Registry
+from conformance.plain_data.serial import to_plain
+from conformance.records.comparison import Divergence
+from conformance.records.evidence import Evidence, EvidenceError
+from conformance.records.results import CheckRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ def run_check(
 
     Args:
         name: of the registry.
-        parameters: typed, as :meth:`conformance.registry.Registry.parameters` returns them.
+        parameters: typed, as :meth:`conformance.plain_data.registry.Registry.parameters` returns them.
         evidence: of one case.
         blames: what a failure blames instead of the check's own choice.
     """

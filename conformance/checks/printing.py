@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
-from conformance.evidence import Evidence, EvidenceError, rank_log
+from conformance.records.evidence import Evidence, EvidenceError, rank_log
 
 _ANYTHING = "..."
 # A progress bar goes back to the start of its line instead of beginning another.

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Literal
 
+from conformance.checks.compare import bits, cells
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
-from conformance.compare import bits, cells
-from conformance.evidence import Evidence, EvidenceError
-from conformance.record import TrajectoryRecord
+from conformance.records.evidence import Evidence, EvidenceError
+from conformance.records.trajectory import TrajectoryRecord
 
 _BLAMED = {"samples": "train_dataloader", "rng": "rng_state"}
 

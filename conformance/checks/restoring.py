@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
-from conformance.comparison import Divergence
-from conformance.evidence import Evidence, EvidenceError, LegEvidence
+from conformance.records.comparison import Divergence
+from conformance.records.evidence import Evidence, EvidenceError, LegEvidence
 
 Bucket = Literal["model", "optimizer", "progress", "lr_scheduler", "train_dataloader", "rng_state", "stateful"]
 Moment = Literal["built", "begin", "restored", "refused", "saved", "end"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
-from conformance.evidence import Evidence, EvidenceError
+from conformance.records.evidence import Evidence, EvidenceError
 
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]*)")
 _POINTER = "latest_checkpoint_iteration.txt"

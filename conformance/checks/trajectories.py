@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from conformance.checks.compare import ALL_COLUMNS, bits, cells, compare_trajectories, show
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
-from conformance.compare import ALL_COLUMNS, bits, cells, compare_trajectories, show
-from conformance.comparison import Comparison, Divergence
-from conformance.evidence import JOB_NAME, Evidence, EvidenceError, LegEvidence
-from conformance.record import TrajectoryRecord
+from conformance.records.comparison import Comparison, Divergence
+from conformance.records.evidence import JOB_NAME, Evidence, EvidenceError, LegEvidence
+from conformance.records.trajectory import TrajectoryRecord
 
 Column = Literal["samples", "lr", "rng", "extras", "loss", "grad_norm", "optimizer", "model"]
 _ALWAYS: tuple[Column, ...] = ("samples", "lr", "rng", "loss", "grad_norm", "optimizer", "model")

@@ -1,1 +1,1 @@
-"""The sabotages, by what they break. Each is filed in :data:`conformance.sabotage.SABOTAGES`."""
+"""The sabotages, by what they break. Each is filed in :data:`conformance.sabotages.saboteur.SABOTAGES`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.sabotage import Saboteur, sabotage
+from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _DCP = "hyper_resume.checkpoint.dcp"
 _STAGING = "hyper_resume.checkpoint.saving.staging"

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
-from conformance.sabotage import Saboteur, sabotage
+from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _CALLBACK_MODULE = "hyper_resume.trainer.callbacks.checkpointer"
 _CALLBACK = f"{_CALLBACK_MODULE}:CheckpointerCallback"

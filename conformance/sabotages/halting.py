@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.sabotage import Saboteur, sabotage
 from conformance.sabotages.positioning import training_forgets
+from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _PREEMPTION = "hyper_resume.trainer.callbacks.preemption:PreemptionCallback"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer:CheckpointerCallback"

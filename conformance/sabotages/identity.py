@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from conformance.sabotage import Saboteur, sabotage
+from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _PAYLOAD = "hyper_resume.trainer.payload"
 _RESTORE = "hyper_resume.trainer.restore"

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from conformance.sabotage import Saboteur, sabotage
+from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _DCP = "hyper_resume.checkpoint.dcp"
 _STORAGE = f"{_DCP}:DistributedCheckpointer"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from conformance.sabotage import Saboteur, sabotage
+from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _LOADER = "hyper_resume.data.loader"
 _LOAD = f"{_LOADER}:DataLoader.load_state_dict"

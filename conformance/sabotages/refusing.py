@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from conformance.sabotage import Saboteur, sabotage
+from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer:CheckpointerCallback"
 _RESTORE = "hyper_resume.trainer.restore"

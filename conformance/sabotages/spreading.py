@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from conformance.sabotage import Saboteur, sabotage
+from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _RESTORE = "hyper_resume.trainer.restore"
 _CALLBACK_MODULE = "hyper_resume.trainer.callbacks.checkpointer"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from conformance.sabotage import Saboteur, sabotage
+from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _DCP = "hyper_resume.checkpoint.dcp"
 _STORAGE = f"{_DCP}:DistributedCheckpointer"

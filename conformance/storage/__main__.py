@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from conformance.storage import parts
+from conformance.storage import proofs
 from conformance.storage.records import Corruption, Storage, corruption_violations, write_storage
 
 _SMOKE_SHARE = 0.05
@@ -49,11 +49,11 @@ def _run(arguments: argparse.Namespace) -> int:
     share = arguments.share if arguments.share is not None else _SMOKE_SHARE if arguments.smoke else 1.0
     if not 0 < share <= 1:
         raise ValueError("--share: expected more than 0, at most 1")
-    extent = parts.Extent(smoke=arguments.smoke, share=share, seed=arguments.seed, workers=arguments.workers)
+    extent = proofs.Extent(smoke=arguments.smoke, share=share, seed=arguments.seed, workers=arguments.workers)
     wanted = [name for name in arguments.only.split(",") if name]
     found = Storage(facts={"seed": str(extent.seed), "share": str(extent.share), "smoke": str(extent.smoke).lower()})
-    for proof in parts.chosen(wanted):
-        one = parts.prove(proof, extent)
+    for proof in proofs.chosen(wanted):
+        one = proofs.prove(proof, extent)
         found += one
         print("\n".join([*_table(one), ""]), flush=True)
     folder = arguments.results or Path("results") / f"storage-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -104,15 +104,15 @@ def _beside(baseline: int | None, of: int | None) -> str:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from conformance.storage import replaying
+    from conformance.storage import replay
 
-    told, is_good = replaying.replay(arguments.id, seed=arguments.seed, subject=arguments.subject)
+    told, is_good = replay.replay(arguments.id, seed=arguments.seed, subject=arguments.subject)
     print(told)
     return 0 if is_good else 1
 
 
 def _list(_: argparse.Namespace) -> int:
-    for proof in parts.PROOFS:
+    for proof in proofs.PROOFS:
         print(f"{proof.tier}  {proof.name:18} {proof.title}")
     return 0
 

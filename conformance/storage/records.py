@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from conformance import serial
-from conformance.record import RecordError
+from conformance.plain_data import serial
+from conformance.records.trajectory import RecordError
 
 STORAGE_SCHEMA = "hyper_resume.storage/2"
 STORAGE_NAME = "storage.json"

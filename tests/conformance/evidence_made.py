@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from conformance.checks import CHECKS, run_check
-from conformance.evidence import Evidence, LegEvidence
-from conformance.results import AskedFault, CalibrationRecord, LegRecord, LookRecord, RankEnd
+from conformance.records.evidence import Evidence, LegEvidence
+from conformance.records.results import AskedFault, CalibrationRecord, LegRecord, LookRecord, RankEnd
 from tests.conformance.trajectories import line, write_rank_file
 
 ERROR = {

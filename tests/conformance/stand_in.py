@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from conformance.adapter import ABILITIES, Description, Job, Launch, to_job
-from conformance.case import Case, parse_case
-from conformance.launching import Launcher, LegOrder, RunningLeg
-from conformance.legs import LegPlan, run_leg
-from conformance.processes import Hosts
-from conformance.results import LegRecord, ResultRecord
-from conformance.runner import CaseRun, Runner
+from conformance.matrix.case import Case, parse_case
+from conformance.records.results import LegRecord, ResultRecord
+from conformance.running.adapter import ABILITIES, Description, Job, Launch, to_job
+from conformance.running.launching import Launcher, LegOrder, RunningLeg
+from conformance.running.legs import LegPlan, run_leg
+from conformance.running.processes import Hosts
+from conformance.running.runner import CaseRun, Runner
 
 TRAINER = Path(__file__).with_name("stand_in_trainer.py")
 MODULE = f"{__package__}.stand_in_trainer"

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from conformance.probe import Probe
+from conformance.running.probe import Probe
 
 
 def defect() -> str:

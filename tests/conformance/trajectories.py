@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from conformance.record import Trajectory, parse_line
+from conformance.records.trajectory import Trajectory, parse_line
 
 RANKS = 2
 STREAMS = ("torch_cpu", "python", "numpy")

@@ -13,7 +13,7 @@ CHECKOUT = Path(__file__).parents[2]
 # Told through a descriptor and by functions taken before anything is replaced.
 _BEFORE = """
 import json, os, sys
-from conformance.file_operations import FileOperations
+from conformance.records.file_operations import FileOperations
 root, told = sys.argv[1], os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)
 write, isdir, lexists, size = os.write, os.path.isdir, os.path.lexists, os.path.getsize
 def tell(what, where):

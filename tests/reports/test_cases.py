@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.comparison import Divergence
-from conformance.results import LegRecord
-from conformance.serial import SerialError
+from conformance.plain_data.serial import SerialError
+from conformance.records.comparison import Divergence
+from conformance.records.results import LegRecord
 from reports.assemble import assemble
 from reports.differences import distance, grid, ulps
 from reports.document import CaseEntry

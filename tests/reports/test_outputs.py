@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from conformance.record import RecordError
+from conformance.records.trajectory import RecordError
 from reports.__main__ import main
 from reports.acceptance import load_acceptance, load_platforms
 from reports.assemble import assemble

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.record import RecordError, read_rank_file
+from conformance.records.trajectory import RecordError, read_rank_file
 from reports.__main__ import main
 from reports.assemble import assemble
 from reports.quick import read_rank_quickly

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conformance.record import RecordError
+from conformance.records.trajectory import RecordError
 from reports.assemble import ReportError, assemble
 from reports.document import Report
 from reports.read import read_run

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from conformance.adapter import ADAPTERS
+from conformance.running.adapter import ADAPTERS
 from st import running
 from st.__main__ import main
 from tests.conformance.stand_in import FOR_TORCHRUN, MODULE, StandInAdapter

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance.record import RecordError
-from conformance.results import read_results
+from conformance.records.results import read_results
+from conformance.records.trajectory import RecordError
 from tests.processes_seen import living_with
 
 CHECKOUT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.platforms import Platform, find_platform, load_platforms
+from conformance.matrix.platforms import Platform, find_platform, load_platforms
 from st.presence import lacking
 
 CHECKOUT = Path(__file__).parents[2]

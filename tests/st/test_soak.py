@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from conformance.evidence import LegEvidence
-from conformance.record import Trajectory, TrajectoryRecord
-from conformance.results import KillRecord, LegRecord, RankEnd, read_results
+from conformance.records.evidence import LegEvidence
+from conformance.records.results import KillRecord, LegRecord, RankEnd, read_results
+from conformance.records.trajectory import Trajectory, TrajectoryRecord
 from st.lives import Life, Lives, RedError, Reference, Training
 from st.soak import SAVE_STEPS, WORKLOADS, Survivors, draw
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.results import KillRecord, read_results
+from conformance.records.results import KillRecord, read_results
 from st.lives import LifeError
 from st.sweep import MODES, Point, Swept, _choose, _nameless
 

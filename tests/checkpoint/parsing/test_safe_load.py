@@ -236,9 +236,9 @@ def test_code_in_a_value_does_not_run(where: str, tmp_path: Path) -> None:
 
 _MEASURE = """
 import pickle, resource, sys, time
-from conformance.storage.hostile_material import make_material
-from conformance.storage.hostile_pickles import ARCHIVE_BOMBS, PICKLE_BOMBS, PLAIN_BOMBS
-from conformance.storage.hostile_material import archive_with
+from conformance.storage.hostile.material import make_material
+from conformance.storage.hostile.pickles import ARCHIVE_BOMBS, PICKLE_BOMBS, PLAIN_BOMBS
+from conformance.storage.hostile.material import archive_with
 from hyper_resume.checkpoint import safe_load
 from hyper_resume.errors import CheckpointMismatchError
 

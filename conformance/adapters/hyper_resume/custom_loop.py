@@ -1,0 +1,83 @@
+"""A hand-written loop around CheckpointerCallback (specification 5.2): nothing of the library's trainer is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.adapters.hyper_resume.leg import Leg
+
+
+def drive_duck(leg: Leg) -> None:
+    """Restore if asked to, train to the planned step (or through all epochs), through all four hooks."""
+    trainer, callbacks = leg.trainer, leg.trainer.callbacks
+    for callback in callbacks:
+        callback.on_train_begin(trainer.state)
+    leg.tell_begin(callbacks[0].checkpointer.loaded_from if callbacks else None)
+    if leg.given.save_at_step_zero and callbacks and not callbacks[0].checkpointer.loaded_from:
+        callbacks[0].on_step_end(trainer.state)
+    epoch = trainer.start_epoch
+    while not _is_done(leg) and epoch < (leg.given.epochs or epoch + 1):
+        _epoch(leg, epoch)
+        epoch += 1
+    for callback in callbacks:
+        callback.on_train_end(trainer.state)
+
+
+def _is_done(leg: Leg) -> bool:
+    until = leg.job.until_step
+    return until is not None and leg.trainer.state.global_step >= until
+
+
+def _epoch(leg: Leg, epoch: int) -> None:
+    trainer, loader = leg.trainer, leg.trainer.train_dataloader
+    trainer.state.epoch = epoch
+    if hasattr(loader, "set_epoch"):
+        loader.set_epoch(epoch)
+    trainer.state.batch_index = getattr(loader, "batches_consumed", 0) - 1
+    trainer.data_iterator = iter(loader)
+    exhausted = False
+    while not exhausted and not _is_done(leg):
+        window: list[Any] = []
+        for batch in trainer.data_iterator:
+            window.append(batch)
+            if len(window) == leg.given.accumulation:
+                break
+        exhausted = len(window) < leg.given.accumulation
+        if window:
+            _step(leg, window)
+            _tell(leg)
+    if exhausted or trainer.state.batch_index + 1 == len(loader):
+        for callback in trainer.callbacks:
+            callback.on_epoch_end(trainer.state)
+        leg.probe.moment("after_epoch", trainer.state.global_step)
+    trainer.data_iterator = None
+
+
+def _step(leg: Leg, window: list[Any]) -> None:
+    state = leg.trainer.state
+    total = 0.0
+    for batch in window:
+        loss = leg.loss_function(leg.model, batch) / len(window)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    trainable = [parameter for parameter in leg.model.parameters() if parameter.requires_grad]
+    limit = leg.given.clip if leg.given.clip is not None else float("inf")
+    state.grad_norm = float(torch.nn.utils.clip_grad_norm_(trainable, limit))
+    state.lrs = [float(group["lr"]) for optimizer in leg.optimizers for group in optimizer.param_groups]
+    held = leg.optimizer if isinstance(leg.optimizer, list) else [leg.optimizer]
+    for part in [*held, *leg.schedulers]:
+        part.step()
+    for optimizer in held:
+        optimizer.zero_grad()
+    state.global_step += 1
+    state.batch_index += len(window)
+    state.loss = total
+
+
+def _tell(leg: Leg) -> None:
+    leg.tell_step()
+    for callback in leg.trainer.callbacks:
+        callback.on_step_end(leg.trainer.state)
+    leg.probe.moment("after_step", leg.trainer.state.global_step)

@@ -1,0 +1,216 @@
+"""One rank of a leg of this library: builds what the job gives, trains through the public interface, tells what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from conformance.adapters.hyper_resume import components as parts
+from conformance.adapters.hyper_resume import data_components as data_parts
+from conformance.adapters.hyper_resume.components import TroubleError
+from conformance.adapters.hyper_resume.data_components import StepCounter
+from conformance.adapters.hyper_resume.event_reporter import Teller
+from conformance.adapters.hyper_resume.instrumentation import AfterSaves, BeforeSaves, watch_saves
+from conformance.adapters.hyper_resume.live_state import step_digests
+from conformance.plain_data.serial import to_plain
+from conformance.running.adapter import Job
+from conformance.running.probe import Probe
+from hyper_resume.config import CheckpointingConfig, DataConfig, RunConfig, TrainingConfig
+from hyper_resume.trainer.base import BaseTrainer
+from hyper_resume.trainer.callbacks import CheckpointerCallback, TrainerState
+
+# Callbacks of this room; the others are the library's.
+OWN_CALLBACKS = (BeforeSaves, AfterSaves, StepCounter)
+_MANY_EPOCHS = 1_000_000
+
+
+class Leg(Teller):
+    """Everything of one rank's life in one place."""
+
+    def __init__(self, probe: Probe, job: Job, group: dist.ProcessGroup | None) -> None:
+        """Build all parts from seeds; nothing is trained or restored yet."""
+        rank = probe.rank
+        super().__init__(probe, job, _device(job.given.device, rank))
+        self.group = group
+        # This rank's place among those that read different data, how many these are, and their group.
+        self.share, self.shares, self.dp_group = rank, job.world_size, group
+        data_parts.seed_streams(self.given.seed)
+        self.model = self._spread(parts.build_model(self.given.model).to(self.device))
+        self.optimizer, self.optimizers = parts.build_optimizer(self.model, self.given.optimizer)
+        self.schedulers = parts.build_schedulers(self.optimizers, self.given.scheduler)
+        self.loader, self.dataset = data_parts.build_data(self.given, rank=self.share, world_size=self.shares)
+        self.extras = self._build_extras()
+        self.seen: list[int] = []
+        self.loss_function = data_parts.loss_of(
+            self.given, self.seen, self.extras.get("generator"), self.extras.get("scaler")
+        )
+        # Every rank draws from streams of its own, and none of them is where the building left it.
+        data_parts.seed_streams(self.given.seed + 1000 + self.share)
+
+    def _spread(self, model: nn.Module) -> nn.Module:
+        if self.group is None:
+            return model
+        if self.given.parallel == "fsdp":
+            from torch.distributed.fsdp import fully_shard  # here, because it takes a while to import
+
+            fully_shard(model)
+            return model
+        if self.given.parallel == "tp2-fsdp":
+            self._split_in_two(model)
+            return model
+        if self.given.accumulation != 1:
+            raise TroubleError("parallel: replicated averages every micro-batch, so it needs accumulation 1")
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
+        return model
+
+    def _split_in_two(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        from hyper_resume.config import AcceleratorConfig
+        from hyper_resume.parallel import build_mesh
+
+        sizes = AcceleratorConfig(tp_size=2, dp_shard_size=self.job.world_size // 2)
+        mesh = build_mesh(sizes, self.device.type, self.job.world_size)
+        if mesh is None:
+            raise TroubleError("parallel: tp2-fsdp needs an even number of ranks")
+        parallelize_module(model, mesh.tp_mesh, {"hidden": ColwiseParallel(output_layouts=Replicate())})
+        fully_shard(model, mesh=mesh.dp_mesh)
+        self.share, self.shares, self.dp_group = mesh.dp_rank, mesh.dp_size, mesh.dp_mesh.get_group()
+
+    def _average(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(self.job.world_size)
+
+    def _build_extras(self) -> dict[str, Any]:
+        makers: dict[str, Callable[[], Any]] = {
+            "ema": lambda: data_parts.Ema(self.model),
+            "scaler": data_parts.Scaler,
+            "forgetful": data_parts.Forgetful,
+            "generator": lambda: torch.Generator().manual_seed(self.given.seed + 7),
+        }
+        return {name: makers[name]() for name in self.given.extras if name in makers}
+
+    # ---- the run --------------------------------------------------------------------------------------------------
+
+    def run(self, drive_duck: Callable[[Leg], None]) -> None:
+        """Train and tell; an error passes through. ``drive_duck`` is the loop around a trainer that has none of its own."""
+        self.trainer = self._base_trainer() if self.given.trainer == "base" else self._duck()
+        self.tell_built(OWN_CALLBACKS)
+        if self.given.trainer == "base":
+            self.trainer.train()
+        else:
+            drive_duck(self)
+        self.probe.event("value", name="dataset_reads", value=self.dataset.reads)
+        self.tell_end()
+
+    def checkpointing(self) -> CheckpointingConfig:
+        """The ``checkpoint:`` block: what the case sets, and nothing else."""
+        chosen = {name: value for name, value in to_plain(self.given.checkpoint).items() if value is not None}
+        return CheckpointingConfig(checkpoint_dir=self.job.checkpoint_dir, restore_from=self.job.restore_from, **chosen)
+
+    def _base_trainer(self) -> BaseTrainer:
+        given = self.given
+        config = RunConfig(
+            training=TrainingConfig(
+                num_train_epochs=given.epochs or _MANY_EPOCHS,
+                max_steps=self.job.until_step,
+                seed=given.seed,
+                gradient_accumulation_steps=given.accumulation,
+                max_grad_norm=given.clip,
+                progress_bar=False,
+            ),
+            data=DataConfig(
+                batch_size=given.data.batch_size,
+                use_background_prefetcher=given.data.prefetch > 0,
+                prefetch_batches=max(1, given.data.prefetch),
+            ),
+            checkpoint=self.checkpointing(),
+        )
+        makers: list[Callable[[Any], Any]] = [lambda trainer: BeforeSaves(trainer, self)]
+        if "counter" in given.extras:
+            makers.insert(0, StepCounter)
+        trainer = BaseTrainer(
+            config,
+            model=self.model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.schedulers,
+            train_dataloader=self.loader,
+            loss_function=self.loss_function,
+            device=self.device,
+            dp_group=self.dp_group,
+            callbacks=makers,
+        )
+        for name, value in self.extras.items():
+            setattr(trainer, name, value)
+        for item in trainer.callbacks:
+            if isinstance(item, StepCounter):
+                self.extras["counter"] = item
+        watch_saves(self, next((item for item in trainer.callbacks if isinstance(item, CheckpointerCallback)), None))
+        trainer.callbacks.append(AfterSaves(trainer, self))
+        return trainer
+
+    def _duck(self) -> Any:
+        """A namespace with what specification 5.2 names, and nothing more but the extras."""
+        training = SimpleNamespace(gradient_accumulation_steps=self.given.accumulation)
+        trainer = SimpleNamespace(
+            config=SimpleNamespace(checkpoint=self.checkpointing(), training=training),
+            model=self.model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.schedulers if len(self.schedulers) != 1 else self.schedulers[0],
+            train_dataloader=self.loader,
+            state=TrainerState(),
+            train_steps=self.job.until_step or 0,
+            start_epoch=0,
+            start_step=0,
+            callbacks=[],
+            **self.extras,
+        )
+        if trainer.config.checkpoint.save_ckpt or trainer.config.checkpoint.restore_from is not None:
+            trainer.callbacks.append(CheckpointerCallback(trainer))
+            watch_saves(self, trainer.callbacks[0])
+        return trainer
+
+    # ---- what is told ----------------------------------------------------------------------------------------------
+
+    def tell_step(self) -> None:
+        """Move the other objects by a step, record it, and stand at the moment before its save."""
+        state = self.trainer.state
+        if "ema" in self.extras:
+            self.extras["ema"].update(self.model)
+        if "scaler" in self.extras:
+            self.extras["scaler"].update()
+        if "forgetful" in self.extras:
+            self.extras["forgetful"].steps += 1
+        self.probe.step(
+            global_step=state.global_step,
+            epoch=state.epoch,
+            batch_index=state.batch_index,
+            loss=state.loss,
+            lr=state.lrs[0],
+            group_lrs=state.lrs,
+            grad_norm=state.grad_norm,
+            sample_ids=self.seen,
+            digests=step_digests(self.trainer, self.optimizers, self.device, self.extras),
+        )
+        self.seen.clear()
+        super().tell_step()
+
+
+def _device(name: str, rank: int) -> torch.device:
+    if name == "cpu":
+        return torch.device("cpu")
+    if name == "npu":
+        import torch_npu  # noqa: F401  registers the device
+    device = torch.device(name, rank)
+    getattr(torch, name).set_device(device)
+    torch.use_deterministic_algorithms(True)
+    return device

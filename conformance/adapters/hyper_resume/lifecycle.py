@@ -1,0 +1,123 @@
+"""What every leg of this library does around its training: says that it started, and tells how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from conformance.adapters.hyper_resume.components import TroubleError
+from conformance.adapters.hyper_resume.step_directory import edit_step_directory, look_into
+from conformance.records.evidence import JOB_NAME
+from conformance.running.adapter import Job, read_job
+from conformance.running.legs import TROUBLE_EXIT
+from conformance.running.probe import Probe
+from conformance.sabotages.saboteur import SabotageError, put_in
+from hyper_resume.device import destroy_process_group
+
+_GROUP_SECONDS = 20.0
+_FAILED = 1
+
+
+def live(train: Callable[[Probe, Job], int]) -> int:
+    """Do what the job in the working directory says; returns the exit code.
+
+    Args:
+        train: trains a leg, tells what happens, and returns the exit code.
+    """
+    probe, code = Probe.from_environment(), 0
+    try:
+        job = read_job(Path(JOB_NAME))
+        probe.event("start", versions=versions())
+        if job.task == "train":
+            torch.set_num_threads(1)
+            probe.watch_logs("hyper_resume")
+            if job.sabotage is not None:
+                put_in(job.sabotage, lambda: probe.event("sabotage_fired", id=job.sabotage))
+            with _second_writer(job) if job.given.second_writer else contextlib.nullcontext():
+                code = train(probe, job)
+            # What watched the trainer held its groups until now, see hyper_resume.device.destroy_process_group.
+            gc.collect()
+        else:
+            step_directory = Path(job.checkpoint_dir) / f"global_step_{(job.edit or {}).get('step', job.step)}"
+            told = edit_step_directory(step_directory, job.edit) if job.edit else look_into(step_directory)
+            probe.event("value", name=job.task, value=told)
+    except (TroubleError, SabotageError) as error:
+        probe.event("trouble", message=str(error))
+        return TROUBLE_EXIT
+    except BaseException as error:  # noqa: BLE001  whatever ends a leg is told
+        probe.error(error)
+        return _FAILED
+    return code
+
+
+# Stands for another run, so nothing of the library is in it; it holds both kinds of lock that Linux has. It ends with its
+# standard input, and so with this process.
+_HOLD_LOCK = """
+import fcntl, sys
+with open(sys.argv[1], "a+b") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def _second_writer(job: Job) -> Iterator[None]:
+    path = Path(job.checkpoint_dir) / ".writer.lock"
+    command = [sys.executable, "-c", _HOLD_LOCK, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        try:
+            if holder.stdout.readline() != b"held\n":
+                raise TroubleError(f"{path} can't be locked")
+            yield
+        finally:
+            holder.stdin.close()
+
+
+def versions() -> dict[str, str]:
+    """Of what this leg runs on."""
+    return {"python": platform.python_version(), "torch": torch.__version__}
+
+
+def is_under_torchrun() -> bool:
+    """True when torchrun started this process, and the environment says where the other ranks are."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def join_group(job: Job) -> dist.ProcessGroup | None:
+    """Meet the other ranks: under torchrun as it says, else by a file in the leg's folder; None for a single process."""
+    if job.world_size == 1:
+        return None
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[job.given.device]
+    timeout = timedelta(seconds=_GROUP_SECONDS)
+    if is_under_torchrun():
+        dist.init_process_group(backend, timeout=timeout)
+        return dist.group.WORLD
+    dist.init_process_group(
+        backend,
+        # Not an init_method: in a URL the # of a repeat's folder would cut the path short.
+        store=dist.FileStore(str(Path("rendezvous").absolute()), job.world_size),  # type: ignore[attr-defined]
+        rank=int(os.environ["RANK"]),
+        world_size=job.world_size,
+        timeout=timeout,
+    )
+    return dist.group.WORLD
+
+
+def leave_group() -> None:
+    """Close the group, unless an error is on its way: another rank may wait in it."""
+    if dist.is_initialized() and sys.exc_info()[0] is None:
+        destroy_process_group()

@@ -1,0 +1,45 @@
+"""The process of one rank of a leg of this library. ``main`` is what a warm server calls, and what ``python -m`` runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from conformance.adapters.hyper_resume.custom_loop import drive_duck
+from conformance.adapters.hyper_resume.leg import Leg
+from conformance.adapters.hyper_resume.lifecycle import join_group, leave_group, live
+from conformance.running.adapter import Job
+from conformance.running.probe import Probe
+from hyper_resume.cli import EXIT_PREEMPTED
+from hyper_resume.errors import PreemptedError
+
+
+def prepare() -> None:
+    """Import now what torch imports at a first use, so that every fork has it. Computes nothing."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do what the job says; returns the exit code."""
+    return live(train)
+
+
+def train(probe: Probe, job: Job) -> int:
+    """Build, train, tell; returns the exit code, for a training that was preempted the same as the library's own program."""
+    group = join_group(job)
+    try:
+        Leg(probe, job, group).run(drive_duck)
+    except PreemptedError as error:
+        probe.error(error)
+        return EXIT_PREEMPTED
+    finally:
+        leave_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

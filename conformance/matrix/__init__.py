@@ -1,0 +1,1 @@
+"""Cases as data: what a trainer is given, what is done to it, what damage, what each platform requires."""

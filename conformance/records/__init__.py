@@ -1,0 +1,1 @@
+"""What a run writes down and reads back: trajectories, results, evidence, disk changes, provenance."""

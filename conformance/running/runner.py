@@ -1,0 +1,304 @@
+"""Runs one case: its script, step by step, then its judgement. Knows no trainer but through the adapter."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from conformance.checks import CHECKS
+from conformance.judging.judge import Verdict, judge
+from conformance.matrix.case import Case
+from conformance.matrix.faults import FAULTS, Disk, FaultError, strike
+from conformance.matrix.given import complete, merge
+from conformance.matrix.script import FaultStep, LegStep, LookStep
+from conformance.plain_data.serial import to_plain
+from conformance.records.evidence import Evidence, EvidenceError, LegEvidence, read_events
+from conformance.records.results import (
+    CalibrationRecord,
+    CaseRecord,
+    FaultRecord,
+    LegRecord,
+    LookRecord,
+    Record,
+    ResultRecord,
+)
+from conformance.running.adapter import Adapter, Description, Job, to_job
+from conformance.running.launching import Launcher
+from conformance.running.legs import LegPlan, run_leg
+from conformance.running.references import References
+
+_EDIT_SECONDS = 30.0
+_LOOK_EVENT = "value"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseRun:
+    """A case that was run: its records in order, the result last."""
+
+    records: tuple[Record, ...]
+    result: ResultRecord
+
+
+@dataclass
+class _Progress:
+    """What has come of a script so far."""
+
+    key: str
+    folder: Path
+    legs: dict[str, LegRecord] = field(default_factory=dict)
+    calibrations: dict[str, CalibrationRecord] = field(default_factory=dict)
+    new_calibrations: list[CalibrationRecord] = field(default_factory=list)
+    faults: list[FaultRecord] = field(default_factory=list)
+    looks: dict[str, LookRecord] = field(default_factory=dict)
+
+
+class Runner:
+    """Runs cases against one trainer into one run's folder. Threads may share it."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        run: Path,
+        *,
+        device: str = "cpu",
+        keep: bool = False,
+        command: str = "python -m conformance run --case",
+        extra: str = "",
+    ) -> None:
+        """Set up.
+
+        Args:
+            adapter: the trainer.
+            run: the run's folder.
+            device: given to every case.
+            keep: keep the checkpoints of cases that passed too.
+            command: what runs a case again when its id is put behind it.
+            extra: what reproduction lines repeat of the command line (``--platform cuda1``).
+        """
+        self.adapter = adapter
+        self.run = run
+        self.description: Description = adapter.describe()
+        self._device = device
+        self._keep = keep
+        self._command = command
+        self._extra = extra
+        self._references = References(run)
+
+    def run_case(
+        self,
+        case: Case,
+        launcher: Launcher,
+        *,
+        aside: Launcher | None = None,
+        sabotage: str | None = None,
+        repeat: int = 0,
+    ) -> CaseRun:
+        """Run and judge one case.
+
+        Args:
+            case: what to do.
+            launcher: what starts the legs.
+            aside: what starts the references and what is done between legs; the same where none is named.
+            sabotage: a defect to put into every leg but the references.
+            repeat: a number that tells repeats of the same case apart; 0 for the first.
+        """
+        begun = time.monotonic()
+        if self._device != "cpu":
+            case = replace(case, given=merge(case.given, {"device": self._device}))
+        key = case.id + (f"@{sabotage}" if sabotage else "") + (f"#{repeat}" if repeat else "")
+        progress = _Progress(key=key, folder=self.run / key)
+        lacking = self.lacking(case)
+        if lacking:
+            verdict = Verdict(outcome="unsupported", reason=f"the trainer lacks: {lacking}", checks=(), blamed=None)
+        else:
+            progress.folder.mkdir(parents=True)
+            for place, step in enumerate(case.script):
+                by = launcher if isinstance(step, LegStep) and step.role != "reference" else aside or launcher
+                self._do(case, place, step, progress, by, sabotage)
+            verdict = judge(case, evidence_of(self.run, list(progress.legs.values()), progress))
+            if verdict.outcome == "pass" and not self._keep:
+                shutil.rmtree(progress.folder / "disk", ignore_errors=True)
+        result = ResultRecord(
+            key=key,
+            case=case.id,
+            title=case.title,
+            level=case.level,
+            outcome=verdict.outcome,
+            reason=verdict.reason,
+            blamed=verdict.blamed,
+            checks=verdict.checks,
+            sabotage=sabotage,
+            repeat=repeat,
+            reproduce=self._reproduce(case, sabotage),
+            seconds=time.monotonic() - begun,
+        )
+        return CaseRun(records=(*_records(case, progress), result), result=result)
+
+    def lacking(self, case: Case) -> str:
+        """What the case needs and the trainer can't do; empty when there is nothing."""
+        needs = set(needs_of(case))
+        lacking = sorted(needs - self.description.abilities)
+        devices = {case.leg_given(leg).device for leg in case.legs} - set(self.description.devices)
+        return ", ".join([*lacking, *(f"device {device}" for device in sorted(devices))])
+
+    def _reproduce(self, case: Case, sabotage: str | None) -> str:
+        words = [case.id, "--sabotage", sabotage] if sabotage else [case.id]
+        return f"{self._command} {shlex.join(words)}{self._extra} --keep"
+
+    # ---- steps of the script --------------------------------------------------------------------------------------
+
+    def _do(
+        self,
+        case: Case,
+        place: int,
+        step: LegStep | FaultStep | LookStep,
+        progress: _Progress,
+        launcher: Launcher,
+        sabotage: str | None,
+    ) -> None:
+        if isinstance(step, LegStep):
+            if step.role == "reference":
+                self._reference(case, step, progress, launcher)
+            else:
+                self._leg(case, step, progress, launcher, sabotage)
+        elif isinstance(step, FaultStep):
+            progress.faults.append(self._fault(case, place, step, progress, launcher))
+        else:
+            progress.looks[step.name] = self._look(case, place, step, progress, launcher)
+
+    def _leg(self, case: Case, step: LegStep, progress: _Progress, launcher: Launcher, sabotage: str | None) -> None:
+        job = to_job(case, step, sabotage=sabotage, checkpoint_dir=_checkpoint_dir(case.leg_given(step).folder))
+        plan = self._plan(progress, f"legs/{step.leg}", job, step.limit_seconds)
+        progress.legs[step.leg] = run_leg(plan, self.adapter, launcher)
+
+    def _reference(self, case: Case, step: LegStep, progress: _Progress, launcher: Launcher) -> None:
+        job = to_job(case, step, sabotage=None, checkpoint_dir=_checkpoint_dir(case.leg_given(step).folder))
+        job = replace(job, leg="reference")
+        judged = any(row.parameters.get("against") == step.leg for row in case.expect)
+        reference = self._references.get(
+            job, self.adapter, launcher, calibrate=judged, limit_seconds=step.limit_seconds
+        )
+        progress.legs[step.leg] = replace(reference.record, key=progress.key, leg=step.leg)
+        if reference.calibration is not None:
+            progress.calibrations[step.leg] = reference.calibration
+            if reference.new:
+                progress.new_calibrations.append(reference.calibration)
+
+    def _plan(self, progress: _Progress, name: str, job: Job, limit_seconds: float) -> LegPlan:
+        return LegPlan(
+            key=progress.key,
+            job=job,
+            folder=progress.folder / name,
+            run=self.run,
+            disk=progress.folder / "disk",
+            limit_seconds=limit_seconds,
+        )
+
+    def _fault(self, case: Case, place: int, step: FaultStep, progress: _Progress, launcher: Launcher) -> FaultRecord:
+        disk = self._disk(case, progress)
+        asked = {"fault": step.fault, **to_plain(dict(step.parameters))}
+        try:
+            if FAULTS.entries[step.fault].marks.get("by_trainer"):
+                done = self._edit(case, place, step, progress, launcher)
+            else:
+                done = strike(step.fault, step.parameters, disk)
+        except FaultError as error:
+            return FaultRecord(key=progress.key, place=place, asked=asked, fired=False, observed=(str(error),))
+        return FaultRecord(key=progress.key, place=place, asked=asked, fired=True, observed=tuple(done))
+
+    def _edit(self, case: Case, place: int, step: FaultStep, progress: _Progress, launcher: Launcher) -> list[str]:
+        edit = {"kind": step.fault, **to_plain(dict(step.parameters))}
+        job = replace(self._side_job(case), task="edit", edit=edit)
+        return [str(told) for told in self._side(place, "edit", job, progress, launcher)]
+
+    def _look(self, case: Case, place: int, step: LookStep, progress: _Progress, launcher: Launcher) -> LookRecord:
+        job = replace(self._side_job(case), task="look", step=step.look)
+        try:
+            found: Any = self._side(place, "look", job, progress, launcher)[0]
+        except FaultError as error:
+            return LookRecord(key=progress.key, name=step.name, step=step.look, found={}, problem=str(error))
+        return LookRecord(key=progress.key, name=step.name, step=step.look, found=found, problem=None)
+
+    def _side_job(self, case: Case) -> Job:
+        given = complete(case.given, case.where)
+        return Job(task="look", leg="side", checkpoint_dir=_checkpoint_dir(given.folder), world_size=1, given=given)
+
+    def _side(self, place: int, task: str, job: Job, progress: _Progress, launcher: Launcher) -> list[Any]:
+        """Have the trainer's own code do something with the checkpoint directory; what it told as values.
+
+        Raises:
+            FaultError: it could not.
+        """
+        plan = self._plan(progress, f"legs/{place}-{task}", job, _EDIT_SECONDS)
+        record = run_leg(plan, self.adapter, launcher)
+        try:
+            events = read_events(plan.folder / "events_rank_0.jsonl", 0)
+        except EvidenceError as error:
+            raise FaultError(f"{task}: {error}") from error
+        errors = [event.data["message"] for event in events if event.kind == "error"]
+        values = [event.data["value"] for event in events if event.kind == _LOOK_EVENT]
+        if record.trouble or errors or not values:
+            raise FaultError(f"{task}: {record.trouble or '; '.join(errors) or 'it told nothing'}")
+        return values
+
+    def _disk(self, case: Case, progress: _Progress) -> Disk:
+        root = progress.folder / "disk"
+        root.mkdir(exist_ok=True)
+        return Disk(root=root, checkpoints=root / complete(case.given, case.where).folder)
+
+
+def needs_of(case: Case) -> tuple[str, ...]:
+    """What a trainer must be able to do: what the case says, and what its script and checks imply."""
+    needs = set(case.needs)
+    for row in case.expect:
+        entry = CHECKS.entries[row.check]
+        needs.update(entry.marks.get("needs", ()))
+        columns = {**entry.defaults, **row.parameters}.get("columns", ())
+        needs.update(f"trajectory.{column}" for column in columns)
+    for leg in case.legs:
+        if leg.restore_from is not None:
+            needs.add("resume.latest" if leg.restore_from.lower() == "latest" else "resume.path")
+        if leg.fault is not None:
+            needs.add("fault.file_operation" if leg.fault.moment == "file_operation" else "fault.pause")
+        if case.leg_given(leg).config is not None:
+            needs.add("given.config")
+    for step in case.script:
+        if isinstance(step, LookStep):
+            needs.add("disk.look")
+        if isinstance(step, FaultStep):
+            needs.add("disk.edit" if FAULTS.entries[step.fault].marks.get("by_trainer") else "disk.dcp")
+    if case.given or any(leg.given for leg in case.legs):
+        needs.add("given.any")
+    if case.world_size > 1:
+        needs.add("ranks.many")
+    return tuple(sorted(needs))
+
+
+def evidence_of(run: Path, legs: Sequence[LegRecord], progress: _Progress) -> Evidence:
+    """What a case that was just run left behind."""
+    return Evidence(
+        legs={leg.leg: LegEvidence(record=leg, folder=run / leg.folder) for leg in legs},
+        faults=tuple(progress.faults),
+        looks=progress.looks,
+        calibrations=progress.calibrations,
+    )
+
+
+def _records(case: Case, progress: _Progress) -> list[Record]:
+    return [
+        CaseRecord(key=progress.key, case=to_plain(case.raw)),
+        *progress.new_calibrations,
+        *progress.legs.values(),
+        *progress.faults,
+        *progress.looks.values(),
+    ]
+
+
+def _checkpoint_dir(folder: str) -> str:
+    """The checkpoint directory as the trainer is told it; a slash at the end stays."""
+    return f"../../disk/{folder}"

@@ -1,0 +1,1 @@
+"""What programs did to the disk: the recorder, its hooks, the operations, and the trees that they give."""

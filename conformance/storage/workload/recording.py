@@ -1,0 +1,98 @@
+"""A scenario run by real ranks, and what they did, in each order that their collectives allow."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.running import forked_ranks
+from conformance.storage.tracing import hooks, orders, trees
+from conformance.storage.tracing.history import History, Operation, Tree
+from conformance.storage.tracing.recorder import RankTrace, Recorder
+from conformance.storage.workload.scenarios import WORLD_SIZE, Scenario, Subject
+
+# No part of a checkpoint: it is held while a run lives, and nothing reads it back. It is neither in the states (its bytes are
+# never synced, which would multiply them) nor counted as made around the interface.
+LOCK = ".writer.lock"
+_LIFE_SECONDS = 60.0
+
+
+class RecordingError(RuntimeError):
+    """A scenario did not run to its end, or not all that it did was traced: no verdict about crashes is possible."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """One scenario as it was done: the disk before, each order of what the ranks did, and what went around the interface."""
+
+    scenario: Scenario
+    base: Tree
+    histories: Mapping[str, History]
+    around: tuple[str, ...] = ()
+
+
+def record(subject: Subject, scenario: Scenario) -> Recording:
+    """Run the scenario in real ranks and trace it. To be called in a process without threads.
+
+    Raises:
+        RecordingError: see there.
+    """
+    with trees.scratch_folder() as root:
+        prepare(scenario, root)
+        base = _without_lock(trees.read_tree(root))
+        traces = trace(subject, scenario, root)
+        after = _without_lock(trees.read_tree(root))
+    histories = {
+        name: History(base, [one for one in order if one.path != LOCK and not orders.is_collective(one)])
+        for name, order in orders.orders(traces).items()
+    }
+    for name, history in histories.items():
+        different = trees.difference(history.tree(), after)
+        if different:
+            raise RecordingError(
+                f"{scenario.name}: done again in the order {name}, {different}: a write was not traced"
+            )
+    around = tuple(one for trace in traces for one in trace.around if not one.endswith(LOCK))
+    return Recording(scenario=scenario, base=base, histories=histories, around=around)
+
+
+def _without_lock(tree: Tree) -> dict[str, bytes | None]:
+    return {path: content for path, content in tree.items() if path != LOCK}
+
+
+def prepare(scenario: Scenario, root: Path) -> None:
+    """Live what comes before the traced life."""
+    for life in scenario.before:
+        _run(functools.partial(life, root, _nobody), scenario)
+
+
+def trace(
+    subject: Subject, scenario: Scenario, root: Path, told: Callable[[Operation], None] | None = None
+) -> list[RankTrace]:
+    """Live the traced life; one trace a rank. ``told`` hears of each operation, in the rank that made it."""
+    recorder = Recorder(root, told)
+
+    def traced() -> RankTrace:
+        import torch.distributed as dist
+
+        hooks.install(recorder, dist.get_rank(), wants_interface=subject.wants_interface)
+        with subject.installed(recorder):
+            scenario.life(root, recorder.mark)
+        return recorder.trace()
+
+    return _run(traced, scenario)
+
+
+def _run(life: Callable[[], Any], scenario: Scenario) -> list[Any]:
+    ended = forked_ranks.run_ranks(life, world_size=WORLD_SIZE, limit_seconds=_LIFE_SECONDS)
+    for one in ended:
+        if one.how != "returned":
+            raise RecordingError(f"{scenario.name}: {one.told}\n{one.trace}")
+    return [one.value for one in ended]
+
+
+def _nobody(_: str) -> None:
+    return
