@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks import page, registry, running, table
-from benchmarks.records import RecordsError, Report, read_records
+from benchmarks.measuring import registry, running
+from benchmarks.reporting import page, table
+from benchmarks.reporting.records import RecordsError, Report, read_records
 
 N = TypeVar("N", int, float)
 PAGE_NAME = "report.html"

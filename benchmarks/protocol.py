@@ -1,7 +1,7 @@
 """What a benchmark is: points to measure at, contenders that do the same work, and figures that compare them.
 
 A benchmark is one module of :mod:`benchmarks.subjects` with a ``BENCHMARK``. Each of its points is measured in a process of
-its own (or in several, one a rank), by :mod:`benchmarks.measure`, which makes these calls of a contender:
+its own (or in several, one a rank), by :mod:`benchmarks.measuring.measure`, which makes these calls of a contender:
 
 1. ``prepare``, once, untimed; 2. in each round ``before``, untimed; 3. ``call``, timed; 4. ``settle``, timed from the start of
 ``call``; 5. after the first call ``check``, untimed, with what ``call`` returned. At the end the scenario's ``close``.
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 # limit: what the hardware allows; peer: what a user would pick instead; ours: this library.
 Role = Literal["limit", "peer", "ours"]
-# settled_seconds: from the start of the call until ``settle`` was over. peak_bytes: see benchmarks.memory.
+# settled_seconds: from the start of the call until ``settle`` was over. peak_bytes: see benchmarks.measuring.memory.
 Quantity = Literal["seconds", "settled_seconds", "disk_bytes", "peak_bytes"]
 Relation = Literal["at least", "at most"]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from conformance.plain_data.serial import SerialError
 from conformance.records.trajectory import RecordError
-from reports.assemble import ReportError, assemble
-from reports.compare import compare, text_of
-from reports.compare_page import render_comparison
-from reports.history import append_run, line_of, make_trend, read_history, with_run
-from reports.outputs import PAGE, make_files, write_files
-from reports.read import read_run
+from reports.comparing.compare import compare, text_of
+from reports.comparing.compare_page import render_comparison
+from reports.judging.assemble import ReportError, assemble
+from reports.judging.history import append_run, line_of, make_trend, read_history, with_run
+from reports.output.machine_files import PAGE, make_files, write_files
+from reports.reading.read import read_run
 
 # 0: accepted, all that was chosen passed, or the two runs agree. 2: the question itself is wrong, or the records can't be
 # trusted.

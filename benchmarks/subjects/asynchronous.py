@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import async_peers, limits, memory, ours, states
+from benchmarks.contenders import async_peers, limits, ours, states
+from benchmarks.measuring import memory
 from benchmarks.protocol import (
     GB,
     PAYLOAD,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from benchmarks import limits, ours, seams, states
+from benchmarks.contenders import library_internals, limits, ours, states
 from benchmarks.protocol import GB, Benchmark, Contender, Context, Figure, Options, Point, Scenario, size_points
 from hyper_resume import digest
 
@@ -37,9 +37,9 @@ def build(point: Point, context: Context) -> Scenario:
         contenders=[
             Contender(name=ONE_PASS, role="limit", call=lambda: digest.digest_bytes(states.memory_of(state))),
             _save(ours.SAVE, saving, state, nullcontext),
-            _save(SAVE_WITHOUT, without[0], state, seams.without_digests),
+            _save(SAVE_WITHOUT, without[0], state, library_internals.without_digests),
             _load(ours.LOAD, loading, state, target, layout, nullcontext),
-            _load(LOAD_WITHOUT, without[1], state, target, layout, seams.without_digests),
+            _load(LOAD_WITHOUT, without[1], state, target, layout, library_internals.without_digests),
             _load(ours.LOAD_SIZES, by_size, state, target, layout, nullcontext),
         ],
         figures=[

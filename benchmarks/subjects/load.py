@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import limits, ours, peers, states
+from benchmarks.contenders import limits, ours, peers, states
 from benchmarks.protocol import (
     GB,
     PAYLOAD,

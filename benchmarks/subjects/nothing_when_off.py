@@ -3,7 +3,7 @@
 Compared is a step in the middle of an epoch. Both sides take a batch, move it to the device, go forward and backward, clip,
 step, clear the gradients, and read the loss and the gradient norm as numbers: a loop whose user wants to see how training
 goes does that too. The bare loop reads with torch's ``DataLoader`` and ``DistributedSampler``, which give the same batches.
-What a training and an epoch take once, to begin and to end, is in no slice (:mod:`benchmarks.sliced`).
+What a training and an epoch take once, to begin and to end, is in no slice (:mod:`benchmarks.contenders.sliced`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch import nn
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler
 
-from benchmarks import ratios, small_training
-from benchmarks.measure import measure
+from benchmarks.contenders import small_training
+from benchmarks.contenders.sliced import Collate, Loops
+from benchmarks.contenders.small_training import LAYERS, SEED, Numbers
+from benchmarks.measuring.measure import measure
 from benchmarks.protocol import UNIT, Benchmark, Context, Figure, Options, Point, Role, Scenario
-from benchmarks.sliced import Collate, Loops
-from benchmarks.small_training import LAYERS, SEED, Numbers
+from benchmarks.reporting import ratios
 from hyper_resume.data import DataLoader
 
 BARE = "bare loop"

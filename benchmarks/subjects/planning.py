@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import coordinator, memory, seams
+from benchmarks.contenders import coordinator, library_internals
+from benchmarks.measuring import memory
 from benchmarks.protocol import (
     Benchmark,
     BenchmarkError,
@@ -72,7 +73,7 @@ def build(point: Point, context: Context) -> Scenario:
                 role="ours",
                 # Stock writes over what it wrote in the round before; what is kept instead would take new memory every time.
                 before=deleting(context.folder / "ours"),
-                call=seams.plan_second_save(plans, results, context.folder / "ours"),
+                call=library_internals.plan_second_save(plans, results, context.folder / "ours"),
                 note="the same layout as in the save before",
             ),
         ],

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import limits, ours, peers, states
+from benchmarks.contenders import limits, ours, peers, states
 from benchmarks.protocol import GB, Benchmark, Contender, Context, Figure, Options, Point, Scenario, compared
 from benchmarks.subjects.load import RAW as RAW_READ
 from benchmarks.subjects.save import RAW as RAW_WRITE

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import limits, ours, peers, states
+from benchmarks.contenders import limits, ours, peers, states
 from benchmarks.protocol import (
     GB,
     PAYLOAD,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import limits, ours, peers, states
+from benchmarks.contenders import limits, ours, peers, states
 from benchmarks.protocol import PAYLOAD, Benchmark, Contender, Context, Figure, Options, Point, Scenario
 from benchmarks.subjects.save import RAW, check_through_stock, deleting
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks import small_training
+from benchmarks.contenders import small_training
+from benchmarks.contenders.sliced import Collate, Loops
+from benchmarks.contenders.small_training import LAYERS, Numbers
 from benchmarks.protocol import Benchmark, BenchmarkError, Contender, Context, Figure, Options, Point, Scenario
-from benchmarks.sliced import Collate, Loops
-from benchmarks.small_training import LAYERS, Numbers
 from hyper_resume.config import TrajectoryConfig
 
 NO_RECORDS = "trainer without records"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.records import (
+from benchmarks.reporting.records import (
     SCHEMA,
     AbsenceRecord,
     FailureRecord,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import exit_code, main
-from benchmarks.records import (
+from benchmarks.reporting.records import (
     SCHEMA_FILE,
     AbsenceRecord,
     FailureRecord,

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import async_peers, coordinator, registry
-from benchmarks.measure import measure
+from benchmarks.contenders import async_peers, coordinator
+from benchmarks.measuring import registry
+from benchmarks.measuring.measure import measure
 from benchmarks.protocol import GB, PAYLOAD, UNIT, Benchmark, Context, Options
 
 TINY = Options(sizes_gb=(0.001,), smoke=True, repeat=1, worlds=(4,), ranks=(1,))
@@ -40,7 +41,7 @@ def test_names_are_unique_and_found() -> None:
     assert all(registry.find(name).name == name for name in names)
 
 
-@pytest.mark.parametrize("name", ["saves", "no.such.module", "benchmarks.limits"])
+@pytest.mark.parametrize("name", ["saves", "no.such.module", "benchmarks.contenders.limits"])
 def test_an_unknown_name_is_answered_with_those_that_there_are(name: str) -> None:
     with pytest.raises(ValueError, match="known: save, load"):
         registry.find(name)

@@ -1,6 +1,6 @@
 """A load that restores nothing, and would be the fastest of all."""
 
-from benchmarks import states
+from benchmarks.contenders import states
 from benchmarks.protocol import UNIT, Benchmark, Contender, Context, Figure, Options, Point, Scenario
 
 

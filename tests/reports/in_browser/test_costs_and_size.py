@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reports.assemble import assemble
-from reports.page import render, render_whole
-from reports.read import read_run
+from reports.judging.assemble import assemble
+from reports.output.page import render, render_whole
+from reports.reading.read import read_run
 from tests.reports.bench_folder import costed
 from tests.reports.run_folder import refused_run
 

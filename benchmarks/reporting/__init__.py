@@ -1,0 +1,1 @@
+"""From rounds to records, figures, table and page."""

@@ -1,0 +1,1 @@
+"""The report as data, and its words in two languages."""

@@ -1,0 +1,341 @@
+"""The report as data: everything that the page, ``results.json``, JUnit and the summary say.
+
+``results.json`` is its plain form.
+
+The HTML is rendered from this and from the frames that this was made from, so no two of the outputs can disagree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from conformance.plain_data import serial
+from conformance.records.comparison import Divergence
+from conformance.records.results import CheckRecord
+from conformance.records.trajectory import RecordError
+from conformance.storage.records import Storage
+from reports.contents.text import Text
+from reports.reading.costs import CostRun
+
+SCHEMA = "hyper_resume.report/4"
+SCHEMA_FILE = Path(__file__).parents[1] / "schema" / "report.schema.json"
+
+# `passed` is of a selection: all that was run passed, and nobody asked whether that was all.
+State = Literal["accepted", "passed", "refused", "incomplete"]
+# What a cell says, the best first. A cell of several cases says its worst. `missing`: required, and no result is there.
+CELL_STATES = ("pass", "note", "missing", "skipped", "unsupported", "error", "known_fail", "unexpected_pass", "fail")
+# Why a cell is no verdict on the trainer: a closed list.
+REASONS = (
+    "needs-npu",
+    "needs-gpu",
+    "not-run",
+    "lacks-ability",
+    "skipped",
+    "known-defect",
+    "harness-error",
+    "sabotaged",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartEntry:
+    """One results folder and its provenance, as far as its header holds it; what it lacks is named in ``missing``."""
+
+    name: str
+    run_id: str
+    schema: str
+    suite: str
+    platform: str
+    adapter: str
+    versions: Mapping[str, str]
+    system: str
+    machine: Mapping[str, str]
+    command: str
+    started_at: str
+    seconds: float
+    accepted: bool
+    counts: Mapping[str, int]
+    facts: Mapping[str, str]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that keeps the run from being accepted. ``anchor`` is the id of its place on the page, if it has one.
+
+    ``divergence`` is the first value that shows it, where there is one.
+    """
+
+    kind: str
+    weight: Literal["refused", "incomplete"]
+    subject: str
+    text: Text
+    anchor: str | None
+    divergence: Divergence | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The one word, the one sentence, and every finding, the worst first."""
+
+    state: State
+    sentence: Text
+    findings: tuple[Finding, ...]
+    counts: Mapping[str, int]
+    required: int
+    required_passed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One id on one platform. ``state`` None: not required there. ``anchors`` lead to the cases behind it."""
+
+    platform: str
+    state: str | None
+    reason: str | None
+    passed: int
+    total: int
+    anchors: tuple[str, ...]
+    lacking: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One id of the matrix with its cells, in the order of the platforms."""
+
+    id: str
+    group: str
+    title: Text
+    in_specification: bool
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoneEntry:
+    """One line of 9.5 with its evidence."""
+
+    id: str
+    text: Text
+    state: Literal["met", "not_met", "not_run"]
+    evidence: Text
+    anchors: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """One epoch of a surviving history (named by its checkpoint directory) against the reference.
+
+    Ids that came twice, ids that never came, and the place of the first that came out of order.
+    """
+
+    history: str
+    epoch: int
+    rank: int
+    seen: int
+    expected: int | None
+    duplicated: tuple[int, ...]
+    skipped: tuple[int, ...]
+    out_of_order_at: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """One interruption and what became of it. ``lost_steps`` is the recovery point (RPO), ``seconds`` the time (RTO).
+
+    ``measured`` says from where to where: ``outage`` from the kill to the first step ready to run; ``restart`` only from
+    the new process's start, where the records do not tell when that was.
+    """
+
+    interrupted: str
+    resumed: str
+    killed_after: int | None
+    resumed_at: int | None
+    lost_steps: int | None
+    seconds: float | None
+    measured: Literal["outage", "restart"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketCell:
+    """One bucket on one rank: what was restored against what was saved."""
+
+    bucket: str
+    rank: int
+    state: Literal["exact", "differs", "absent", "no_counterpart"]
+    entries: int
+    different: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What one restore did, bucket by bucket and rank by rank, and what the trainer warned of meanwhile."""
+
+    leg: str
+    step: int | None
+    cells: tuple[BucketCell, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegEntry:
+    """One leg as the page shows it."""
+
+    leg: str
+    role: str
+    folder: str
+    launcher: str
+    ends: str
+    restore_from: str | None
+    first_step: int | None
+    last_step: int | None
+    until_step: int | None
+    ranks: int
+    fault: str | None
+    trouble: str | None
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """What one leg's program ran with, after all overrides: (field, value, source), sources in the program's own words.
+
+    Of a leg that follows another one of the same case only what is new there: ``base`` names that leg.
+    """
+
+    leg: str
+    base: str | None
+    rows: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseEntry:
+    """One judged case: the outcome with everything that leads to its cause."""
+
+    anchor: str
+    part: str
+    suite: str
+    platform: str
+    key: str
+    case: str
+    title: str
+    level: str
+    spec: str
+    why: str
+    outcome: str
+    reason: str
+    blamed: str | None
+    sabotage: str | None
+    repeat: int
+    reproduce: str
+    seconds: float
+    layout: str
+    given: tuple[tuple[str, str, str], ...]
+    configurations: tuple[Configuration, ...]
+    checks: tuple[CheckRecord, ...]
+    divergence: Divergence | None
+    legs: tuple[LegEntry, ...]
+    damage: tuple[str, ...]
+    reference: str | None
+    resumes: tuple[Resume, ...]
+    certificates: tuple[Certificate, ...]
+    epochs: tuple[Epoch, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SabotageEntry:
+    """One defect that was put in on purpose: did the suite notice, and did it blame the right bucket?"""
+
+    part: str
+    id: str
+    title: str
+    caught: bool
+    caught_by: str | None
+    expected_bucket: str
+    blamed_bucket: str | None
+    right_bucket: bool
+    cases: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KillEntry:
+    """One kill of a soak, or one point of a crash sweep; ``divergence`` is the first value that is not the reference's."""
+
+    anchor: str
+    part: str
+    key: str
+    number: int
+    mode: str
+    moment: str
+    step: int | None
+    rank: int | None
+    operation: int | None
+    what: str | None
+    victims: str
+    last_step: int | None
+    resumed_at: int | None
+    lost_steps: int | None
+    outcome: str
+    reason: str
+    divergence: Divergence | None
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The whole report."""
+
+    schema: str
+    title: str
+    profile: str
+    is_acceptance: bool
+    platforms: tuple[str, ...]
+    verdict: Verdict
+    parts: tuple[PartEntry, ...]
+    rows: tuple[Row, ...]
+    done: tuple[DoneEntry, ...]
+    focus: tuple[str, ...]
+    cases: tuple[CaseEntry, ...]
+    sabotages: tuple[SabotageEntry, ...]
+    kills: tuple[KillEntry, ...]
+    storage: Storage
+    costs: tuple[CostRun, ...]
+    calibrations: Mapping[str, int]
+    not_tested: tuple[Text, ...]
+
+
+def as_json(report: Report) -> str:
+    """The report as ``results.json``; floats read back to the same bits."""
+    return json.dumps(serial.to_plain(report), ensure_ascii=False, indent=1) + "\n"
+
+
+def parse_json(text: str, where: str) -> Report:
+    """Read a ``results.json``.
+
+    Raises:
+        RecordError: it is of another schema, or malformed.
+    """
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise RecordError(f"{where}: no report of schema {SCHEMA}")
+        return serial.build(Report, data, where)
+    except (ValueError, serial.SerialError) as error:
+        raise RecordError(f"{where}: {error}") from error
+
+
+def report_schema() -> dict[str, Any]:
+    """The JSON Schema of ``results.json``; ``schema/report.schema.json`` holds it."""
+    definitions: dict[str, Any] = {}
+    top = serial.json_schema(Report, definitions)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "results.json of an acceptance report",
+        "description": SCHEMA,
+        **top,
+        "$defs": definitions,
+    }

@@ -1,0 +1,207 @@
+"""The matrix: the specification's ids, and the classes beyond it, against the platforms; and the lines of 9.5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from reports.contents.document import CELL_STATES, CaseEntry, Cell, DoneEntry, Row
+from reports.contents.text import Text, same, say
+from reports.judging.acceptance import CHECKOUT, Acceptance, DoneRule, Platform, base_of, matches, sort_key
+from reports.reading.unit_tests import UnitTests
+
+_NEEDS_DEVICE = {"npu": "needs-npu", "cuda": "needs-gpu"}
+_REASON_OF = {
+    "unsupported": "lacks-ability",
+    "skipped": "skipped",
+    "known_fail": "known-defect",
+    "error": "harness-error",
+}
+
+
+def make_rows(
+    acceptance: Acceptance, platforms: Sequence[Platform], cases: Sequence[CaseEntry], *, all_required: bool = True
+) -> tuple[Row, ...]:
+    """Every id of the specification, run or not, then every other that is required or was run, by class.
+
+    Without ``all_required`` no cell lacks anything: it counts what was run.
+    """
+    ids = {*acceptance.rows, *(base_of(name) for platform in platforms for _, name in platform.required)}
+    ids |= {base_of(case.case) for case in cases}
+    rows = []
+    for name in sorted(ids, key=lambda name: (name not in acceptance.rows, sort_key(name))):
+        own = [case for case in cases if base_of(case.case) == name]
+        # The matrix before the system tests: its titles speak of one thing each.
+        own.sort(key=lambda case: case.suite)
+        rows.append(
+            Row(
+                id=name,
+                group=name[0] if name[0] in acceptance.classes else "",
+                title=acceptance.rows.get(name) or _title(name, own),
+                in_specification=name in acceptance.rows,
+                cells=tuple(_cell(name, platform, own, all_required) for platform in platforms),
+            )
+        )
+    return tuple(rows)
+
+
+def only_run(platforms: Sequence[Platform], rows: Sequence[Row]) -> tuple[tuple[Platform, ...], tuple[Row, ...]]:
+    """The rows in which something was run, and the columns with any of it."""
+    used = {cell.platform for row in rows for cell in row.cells if cell.state is not None}
+    kept = [row for row in rows if any(cell.state is not None for cell in row.cells)]
+    return (
+        tuple(platform for platform in platforms if platform.id in used),
+        tuple(replace(row, cells=tuple(cell for cell in row.cells if cell.platform in used)) for row in kept),
+    )
+
+
+def speaks_for(case: CaseEntry, platform: Platform) -> bool:
+    """True when a case's result counts on the platform: a run of all cases, on a CPU, counts on every CPU platform."""
+    return case.platform == platform.id or (case.platform == "all" and platform.device == "cpu")
+
+
+def required_states(platform: Platform, cases: Sequence[CaseEntry]) -> Mapping[tuple[str, str], str]:
+    """Each required id of the platform -> the worst outcome that was recorded for it there, or ``missing``."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        if speaks_for(case, platform):
+            found.setdefault((case.suite, case.case), []).append(case.outcome)
+    return {name: worst(found.get(name, ["missing"])) for name in platform.required}
+
+
+def worst(states: Sequence[str]) -> str:
+    """The worst of some states."""
+    return max(states, key=CELL_STATES.index)
+
+
+def _title(name: str, cases: Sequence[CaseEntry]) -> Text:
+    """An id that the specification lacks has the title of its case; one of several cases just counts them."""
+    if len(cases) == 1:
+        return same(cases[0].title)
+    exact = [case for case in cases if case.case == name]
+    return same(exact[0].title if exact else cases[0].title if cases else "")
+
+
+def _cell(name: str, platform: Platform, cases: Sequence[CaseEntry], all_required: bool) -> Cell:
+    required = platform.requires(name)
+    own = [case for case in cases if speaks_for(case, platform)]
+    if required:
+        own = [case for case in own if (case.suite, case.case) in required]
+    else:
+        # What was run on this very platform though nobody asked for it is still shown.
+        own = [case for case in own if case.platform == platform.id]
+    ran = {(case.suite, case.case) for case in own}
+    lacking = [one for one in required if one not in ran] if all_required else []
+    states = [case.outcome for case in own] + ["missing"] * len(lacking)
+    state = worst(states) if states else None
+    return Cell(
+        platform=platform.id,
+        state=state,
+        reason=_reason(state, platform, own),
+        passed=sum(case.outcome in ("pass", "note") for case in own),
+        total=len(states),
+        anchors=tuple(case.anchor for case in sorted(own, key=lambda case: -CELL_STATES.index(case.outcome))),
+        lacking=tuple(f"{suite}:{case_id}" for suite, case_id in lacking),
+    )
+
+
+def _reason(state: str | None, platform: Platform, cases: Sequence[CaseEntry]) -> str | None:
+    if state == "missing":
+        return _NEEDS_DEVICE.get(platform.device, "not-run") if not cases else "not-run"
+    if state == "pass" and any(case.sabotage for case in cases):
+        return "sabotaged"
+    return _REASON_OF.get(state or "")
+
+
+# ---- 9.5 ------------------------------------------------------------------------------------------------------------
+
+
+def make_done(
+    rules: Sequence[DoneRule],
+    platforms: Sequence[Platform],
+    cases: Sequence[CaseEntry],
+    unit_tests: UnitTests | None,
+    checkout: Path = CHECKOUT,
+) -> tuple[DoneEntry, ...]:
+    """Each line of 9.5: met, not met, or not run on this platform, with what shows it. Documents are of ``checkout``."""
+    by_id = {platform.id: platform for platform in platforms}
+    clean = [case for case in cases if case.sabotage is None]
+    return tuple(_with_document(rule, _done(rule, by_id, clean, unit_tests), checkout) for rule in rules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    """What the results of one platform show of some required ids."""
+
+    platform: Platform
+    total: int
+    passed: int
+    failed: tuple[CaseEntry, ...]
+    cases: tuple[CaseEntry, ...]
+
+    @property
+    def words(self) -> Text:
+        return say("{platform}: {passed} of {total} pass", "{platform}：{total} 项中 {passed} 项通过",
+                   platform=self.platform.title, passed=self.passed, total=self.total)  # fmt: skip
+
+
+def _show(needs: Sequence[str], platform: Platform, cases: Sequence[CaseEntry]) -> _Shown:
+    wanted = {one for one in platform.required if any(matches(one[1], pattern) for pattern in needs)}
+    own = [case for case in cases if speaks_for(case, platform) and (case.suite, case.case) in wanted]
+    failed = [case for case in own if case.outcome not in ("pass", "note")]
+    good = {(case.suite, case.case) for case in own} - {(case.suite, case.case) for case in failed}
+    return _Shown(platform=platform, total=len(wanted), passed=len(good), failed=tuple(failed), cases=tuple(own))
+
+
+def _done(
+    rule: DoneRule, platforms: Mapping[str, Platform], cases: Sequence[CaseEntry], unit_tests: UnitTests | None
+) -> DoneEntry:
+    here = _show(rule.needs, platforms[rule.platform], cases)
+    evidence = here.words
+    state: Any = "not_met" if here.failed else "met" if here.passed == here.total > 0 else "not_run"
+    if rule.unit_tests:
+        evidence = say(
+            "{before}; unit tests: {counts}", "{before}；UT：{counts}", before=evidence, counts=_counts(unit_tests)
+        )
+        if unit_tests is not None and not unit_tests.good:
+            state = "not_met"
+        elif unit_tests is None and state == "met":
+            state = "not_run"
+    if rule.stand_in is not None and state == "not_run":
+        there = _show(rule.needs, platforms[rule.stand_in], cases)
+        evidence = say("{before}; stand-in {there}", "{before}；替代平台 {there}", before=evidence, there=there.words)
+        here = here if here.cases else there
+    return DoneEntry(
+        id=rule.id,
+        text=rule.text,
+        state=state,
+        evidence=evidence,
+        anchors=tuple(case.anchor for case in (here.failed or here.cases)[:12]),
+    )
+
+
+def _with_document(rule: DoneRule, entry: DoneEntry, checkout: Path) -> DoneEntry:
+    """The line with its document, where it needs one: what the cases pin must be written down too."""
+    if rule.document is None:
+        return entry
+    path = checkout / rule.document
+    is_there = path.is_file() and bool(path.read_text(encoding="utf-8").strip())
+    told = say("{name} is there", "{name} 已具备", name=rule.document) if is_there else say(
+        "{name} is missing", "缺少 {name}", name=rule.document
+    )  # fmt: skip
+    return replace(
+        entry,
+        state=entry.state if is_there else "not_met",
+        evidence=say("{before}; {told}", "{before}；{told}", before=entry.evidence, told=told),
+    )
+
+
+def _counts(unit_tests: UnitTests | None) -> Text:
+    if unit_tests is None:
+        return say("no record of them beside these results", "结果目录中没有其记录")
+    return say(
+        "{tests} run, {bad} failed, {skipped} skipped", "共 {tests} 项，失败 {bad}，跳过 {skipped}",
+        tests=unit_tests.tests, bad=unit_tests.failures + unit_tests.errors, skipped=unit_tests.skipped,
+    )  # fmt: skip
