@@ -29,11 +29,11 @@ from hyper_resume.checkpoint.history import lineage
 from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.checkpoint.loading import buffers
 from hyper_resume.checkpoint.loading.entries import Read
-from hyper_resume.checkpoint.loading.last_verified import LastProved
+from hyper_resume.checkpoint.loading.last_verified import LastVerified
 from hyper_resume.checkpoint.loading.reading import load_entries, read_own_training_state, read_save_id
 from hyper_resume.checkpoint.saving import publication, rank_contribution
 from hyper_resume.checkpoint.saving.plan_cache import CachingPlanner, PlanCache
-from hyper_resume.checkpoint.saving.publication import Attempt, draft_manifest, mesh_of
+from hyper_resume.checkpoint.saving.publication import SaveInProgress, draft_manifest, mesh_of
 from hyper_resume.checkpoint.saving.rank_contribution import How
 from hyper_resume.checkpoint.saving.root import WritableRoot
 from hyper_resume.checkpoint.saving.shard_writer import ShardWriter
@@ -80,7 +80,7 @@ class DistributedCheckpointer(CheckpointerBase):
         self._stager = Stager()
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hyper_resume-save")
         self._root = WritableRoot(retention or Retention())
-        self._proved = LastProved(verify)
+        self._verified = LastVerified(verify)
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
@@ -120,12 +120,12 @@ class DistributedCheckpointer(CheckpointerBase):
         self.maybe_wait_for_async_save()
         target = Path(path)
         group = self._group()
-        self._proved.forget()
+        self._verified.forget()
         payload = collective.agree(
             lambda: extra.plain_state(publication.mark_training_state(state, global_step)), group
         )
         training_state = payload.pop(extra.PAYLOAD_KEY, None)
-        attempt: Attempt | None = None
+        attempt: SaveInProgress | None = None
         try:
             attempt = self._begin_attempt(target, global_step, started)
             how: How = "sync" if not save_async else "process" if self._in_process() else "thread"
@@ -139,13 +139,13 @@ class DistributedCheckpointer(CheckpointerBase):
         except Exception as error:  # noqa: BLE001  raised again by _fail
             self._fail(error, attempt, target)
 
-    def _begin_attempt(self, target: Path, global_step: int, started: float) -> Attempt:
+    def _begin_attempt(self, target: Path, global_step: int, started: float) -> SaveInProgress:
         attempt = collective.on_rank_zero(lambda: self._root.new_attempt(target, global_step), self._group())
         return replace(attempt, listeners=self.listeners, started=started)
 
     def _prepare_writer(
         self,
-        attempt: Attempt,
+        attempt: SaveInProgress,
         payload: dict[str, Any],
         training_state: dict[str, Any] | None,
         metrics: Mapping[str, float],
@@ -188,7 +188,7 @@ class DistributedCheckpointer(CheckpointerBase):
         self._dcp(lambda: dcp_save(payload, storage_writer=writer, planner=planner, **how), target)
 
     def _start_background(
-        self, payload: dict[str, Any], writer: ShardWriter, planner: CachingPlanner, attempt: Attempt, how: How
+        self, payload: dict[str, Any], writer: ShardWriter, planner: CachingPlanner, attempt: SaveInProgress, how: How
     ) -> None:
         group, target = self._group(), attempt.target
         upload = self._start_process(payload, writer, target) if how == "process" else None
@@ -219,7 +219,7 @@ class DistributedCheckpointer(CheckpointerBase):
         )
         return response.upload_completion if isinstance(response, AsyncSaveResponse) else response
 
-    def _publish(self, attempt: Attempt) -> None:
+    def _publish(self, attempt: SaveInProgress) -> None:
         group, root = self._group(), self._root
         aside = publication.commit(attempt, group)
         root.note_durable(attempt)
@@ -227,7 +227,7 @@ class DistributedCheckpointer(CheckpointerBase):
         publication.clear(attempt, aside, root.retention, root.protected, group)
         root.note_ended(attempt)
 
-    def _fail(self, error: Exception, attempt: Attempt | None, target: Path) -> NoReturn:
+    def _fail(self, error: Exception, attempt: SaveInProgress | None, target: Path) -> NoReturn:
         """Clear away what was staged and raise ``error`` as a CheckpointSaveError."""
         if attempt is not None:
             attempt.reached("failed")
@@ -282,10 +282,12 @@ class DistributedCheckpointer(CheckpointerBase):
         self.maybe_wait_for_async_save()
         directory, group = Path(path), self._group()
         with_training_state = extra_state_skeleton is not None
-        manifest, metadata, proofs = self._proved.of(directory, group, training_state=with_training_state)
-        self._proved.forget()
+        manifest, metadata, verified_files = self._verified.of(directory, group, training_state=with_training_state)
+        self._verified.forget()
         save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata, manifest), group)
-        incoming = collective.agree(lambda: buffers.asked_for(state, metadata, path, strict_model=strict_model), group)
+        incoming = collective.agree(
+            lambda: buffers.prepare_buffers(state, metadata, path, strict_model=strict_model), group
+        )
         training_state: dict[str, Any] = {}
         if extra_state_skeleton is not None:
             training_state = self._read_extra_state(directory, metadata, manifest)
@@ -293,7 +295,11 @@ class DistributedCheckpointer(CheckpointerBase):
             lacking = sorted(set(extra_state_skeleton) - set(training_state))
             collective.agree(lambda: extra.refuse_part(path, lacking), group)
         self._accept(
-            path, incoming, lambda: load_entries(incoming.wanted, directory, metadata, proofs), training_state, manifest
+            path,
+            incoming,
+            lambda: load_entries(incoming.wanted, directory, metadata, verified_files),
+            training_state,
+            manifest,
         )
         collective.agree(incoming.fill, group)
         return training_state
@@ -301,7 +307,7 @@ class DistributedCheckpointer(CheckpointerBase):
     def _accept(
         self,
         path: str,
-        incoming: buffers.Incoming,
+        incoming: buffers.LoadBuffers,
         read: Callable[[], Read],
         training_state: dict[str, Any],
         manifest: Manifest | None,
@@ -349,7 +355,7 @@ class DistributedCheckpointer(CheckpointerBase):
         complaints: list[str] = []
         for directory in order.directories:
             try:
-                self._proved.of(directory, group, training_state=True)
+                self._verified.of(directory, group, training_state=True)
             except (CheckpointMismatchError, CheckpointNotFoundError) as error:
                 complaints.append(f"{directory.name}: {error}")
                 logger.warning("passing over %s: %s", directory, error)
@@ -369,7 +375,7 @@ class DistributedCheckpointer(CheckpointerBase):
         self.maybe_wait_for_async_save()
         directory = Path(path)
         # In the order of a load: what is damaged is called so, and not taken for a description.
-        _, metadata, _ = self._proved.of(directory, self._group(), training_state=False)
+        _, metadata, _ = self._verified.of(directory, self._group(), training_state=False)
         return {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             if isinstance(entry, TensorStorageMetadata)

@@ -40,7 +40,7 @@ def _save_all(folder: str) -> None:
 
 
 def _try_to_load(paths: dict[str, tuple[str, str]]) -> dict[str, dict[str, Any]]:
-    """Attempt every case on every rank, one after the other in the same process group.
+    """SaveInProgress every case on every rank, one after the other in the same process group.
 
     The second of each pair says how the running model differs from the one that was saved.
     """

@@ -9,12 +9,12 @@ import torch
 from conformance.adapters.hyper_resume.leg import Leg
 
 
-def drive_duck(leg: Leg) -> None:
+def drive_custom_loop(leg: Leg) -> None:
     """Restore if asked to, train to the planned step (or through all epochs), through all four hooks."""
     trainer, callbacks = leg.trainer, leg.trainer.callbacks
     for callback in callbacks:
         callback.on_train_begin(trainer.state)
-    leg.tell_begin(callbacks[0].checkpointer.loaded_from if callbacks else None)
+    leg.report_begin(callbacks[0].checkpointer.loaded_from if callbacks else None)
     if leg.given.save_at_step_zero and callbacks and not callbacks[0].checkpointer.loaded_from:
         callbacks[0].on_step_end(trainer.state)
     epoch = trainer.start_epoch
@@ -77,7 +77,7 @@ def _step(leg: Leg, window: list[Any]) -> None:
 
 
 def _tell(leg: Leg) -> None:
-    leg.tell_step()
+    leg.report_step()
     for callback in leg.trainer.callbacks:
         callback.on_step_end(leg.trainer.state)
     leg.probe.moment("after_step", leg.trainer.state.global_step)

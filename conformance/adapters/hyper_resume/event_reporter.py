@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 from conformance.adapters.hyper_resume.live_state import buckets
-from conformance.adapters.hyper_resume.pause_points import Stops
+from conformance.adapters.hyper_resume.pause_points import PausePoints
 from conformance.running.adapter import Job
 from conformance.running.probe import Probe
 
 
-class Teller:
+class EventReporter:
     """One rank's line to the runner, and what it tells about. ``trainer`` and ``optimizers`` are set once they are built."""
 
     def __init__(self, probe: Probe, job: Job, device: torch.device) -> None:
         """Put in what may stop this leg; nothing is told yet."""
         self.probe, self.job, self.given, self.device = probe, job, job.given, device
-        self._stops = Stops(probe, job)
+        self._stops = PausePoints(probe, job)
         self.trainer: Any = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self.extras: dict[str, Any] = {}
@@ -31,13 +31,13 @@ class Teller:
         """The live state as text."""
         return buckets(self.trainer, self.optimizers, self.device, self.extras)
 
-    def tell_built(self, own_callbacks: tuple[type, ...]) -> None:
+    def report_built(self, own_callbacks: tuple[type, ...]) -> None:
         """Tell what was built, before anything is restored. ``own_callbacks`` are this room's and left out."""
         names = [type(item).__name__ for item in self.trainer.callbacks if not isinstance(item, own_callbacks)]
         self.probe.event("built", buckets=self.buckets())
         self.probe.event("callbacks", names=names)
 
-    def tell_begin(self, restored_from: str | None) -> None:
+    def report_begin(self, restored_from: str | None) -> None:
         """Tell what was restored, and where training begins."""
         self._has_begun = True
         trainer, state = self.trainer, self.trainer.state
@@ -61,16 +61,16 @@ class Teller:
             buckets=found,
         )
 
-    def tell_broken_off(self) -> None:
+    def report_broken_off(self) -> None:
         """Tell what an error that came before training began left behind."""
         if not self._has_begun:
             self.probe.event("refused", buckets=self.buckets())
 
-    def tell_step(self) -> None:
+    def report_step(self) -> None:
         """Record the finished step, and stand at the moment before its save."""
         self.probe.moment("before_save", self.trainer.state.global_step)
 
-    def tell_end(self) -> None:
+    def report_end(self) -> None:
         """Tell where training ended."""
         state = self.trainer.state
         self.probe.event("end", global_step=state.global_step, epoch=state.epoch, buckets=self.buckets())

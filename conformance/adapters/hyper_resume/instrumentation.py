@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conformance.adapters.hyper_resume.event_reporter import Teller
+from conformance.adapters.hyper_resume.event_reporter import EventReporter
 from hyper_resume.checkpoint.format import layout
 from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback, TrainerState
 
@@ -18,16 +18,16 @@ _LINGER_SECONDS = 0.2
 _POLL_SECONDS = 0.002
 
 
-def watch_saves(leg: Teller, callback: CheckpointerCallback | None) -> None:
+def instrument_saves(leg: EventReporter, callback: CheckpointerCallback | None) -> None:
     """Put a watcher between the callback and its storage, and hold its saves where the case asks for that."""
     if callback is None:
         return
-    callback.checkpointer = WatchedCheckpointer(callback.checkpointer, leg)  # type: ignore[assignment]
+    callback.checkpointer = InstrumentedCheckpointer(callback.checkpointer, leg)  # type: ignore[assignment]
     if leg.given.hold_saves:
         _hold_saves(leg)
 
 
-def _hold_saves(leg: Teller) -> None:
+def _hold_saves(leg: EventReporter) -> None:
     """Let a save in the background become visible late, and tell how it went (see ``given.hold_saves``)."""
     original = layout.commit
 
@@ -47,7 +47,7 @@ def _hold_saves(leg: Teller) -> None:
     layout.commit = commit
 
 
-def _has_moved_on(leg: Teller, step: int) -> bool:
+def _has_moved_on(leg: EventReporter, step: int) -> bool:
     trained: int = leg.trainer.state.global_step
     return leg.is_over.is_set() or trained >= step + leg.given.hold_saves
 
@@ -55,10 +55,10 @@ def _has_moved_on(leg: Teller, step: int) -> bool:
 _OWN = frozenset({"_inner", "_leg", "loaded_from"})
 
 
-class WatchedCheckpointer:
+class InstrumentedCheckpointer:
     """Passes every call on, and tells of saves and loads with the state as it is at the call."""
 
-    def __init__(self, inner: Any, leg: Teller) -> None:
+    def __init__(self, inner: Any, leg: EventReporter) -> None:
         """Stand before ``inner``."""
         self._inner, self._leg = inner, leg
         self.loaded_from: str | None = None
@@ -99,14 +99,14 @@ class WatchedCheckpointer:
 class BeforeSaves(Callback):
     """Runs before the checkpointer in every hook."""
 
-    def __init__(self, trainer: Any, leg: Teller) -> None:
+    def __init__(self, trainer: Any, leg: EventReporter) -> None:
         """Tell through ``leg``."""
         super().__init__(trainer)
         self._leg = leg
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Record the step."""
-        self._leg.tell_step()
+        self._leg.report_step()
 
     def on_train_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Training waits for nothing but its saves from now on."""
@@ -115,13 +115,13 @@ class BeforeSaves(Callback):
     def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """So too when an error broke it off."""
         self._leg.is_over.set()
-        self._leg.tell_broken_off()
+        self._leg.report_broken_off()
 
 
 class AfterSaves(Callback):
     """Runs after the checkpointer in every hook."""
 
-    def __init__(self, trainer: Any, leg: Teller) -> None:
+    def __init__(self, trainer: Any, leg: EventReporter) -> None:
         """Tell through ``leg``."""
         super().__init__(trainer)
         self._leg = leg
@@ -130,7 +130,7 @@ class AfterSaves(Callback):
         """Tell where training begins."""
         callback = next((item for item in self.trainer.callbacks if isinstance(item, CheckpointerCallback)), None)
         loaded_from = getattr(callback.checkpointer, "loaded_from", None) if callback else None
-        self._leg.tell_begin(loaded_from)
+        self._leg.report_begin(loaded_from)
         if self._leg.given.save_at_step_zero and callback is not None and loaded_from is None:
             callback.on_step_end(self.trainer.state)
 

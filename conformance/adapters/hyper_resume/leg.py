@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from conformance.adapters.hyper_resume import components as parts
-from conformance.adapters.hyper_resume import data_components as data_parts
+from conformance.adapters.hyper_resume import data_components as data_components
 from conformance.adapters.hyper_resume.components import TroubleError
 from conformance.adapters.hyper_resume.data_components import StepCounter
-from conformance.adapters.hyper_resume.event_reporter import Teller
-from conformance.adapters.hyper_resume.instrumentation import AfterSaves, BeforeSaves, watch_saves
+from conformance.adapters.hyper_resume.event_reporter import EventReporter
+from conformance.adapters.hyper_resume.instrumentation import AfterSaves, BeforeSaves, instrument_saves
 from conformance.adapters.hyper_resume.live_state import step_digests
 from conformance.plain_data.serial import to_plain
 from conformance.running.adapter import Job
@@ -29,7 +29,7 @@ OWN_CALLBACKS = (BeforeSaves, AfterSaves, StepCounter)
 _MANY_EPOCHS = 1_000_000
 
 
-class Leg(Teller):
+class Leg(EventReporter):
     """Everything of one rank's life in one place."""
 
     def __init__(self, probe: Probe, job: Job, group: dist.ProcessGroup | None) -> None:
@@ -39,18 +39,18 @@ class Leg(Teller):
         self.group = group
         # This rank's place among those that read different data, how many these are, and their group.
         self.share, self.shares, self.dp_group = rank, job.world_size, group
-        data_parts.seed_streams(self.given.seed)
+        data_components.seed_streams(self.given.seed)
         self.model = self._spread(parts.build_model(self.given.model).to(self.device))
         self.optimizer, self.optimizers = parts.build_optimizer(self.model, self.given.optimizer)
         self.schedulers = parts.build_schedulers(self.optimizers, self.given.scheduler)
-        self.loader, self.dataset = data_parts.build_data(self.given, rank=self.share, world_size=self.shares)
+        self.loader, self.dataset = data_components.build_data(self.given, rank=self.share, world_size=self.shares)
         self.extras = self._build_extras()
         self.seen: list[int] = []
-        self.loss_function = data_parts.loss_of(
+        self.loss_function = data_components.loss_of(
             self.given, self.seen, self.extras.get("generator"), self.extras.get("scaler")
         )
         # Every rank draws from streams of its own, and none of them is where the building left it.
-        data_parts.seed_streams(self.given.seed + 1000 + self.share)
+        data_components.seed_streams(self.given.seed + 1000 + self.share)
 
     def _spread(self, model: nn.Module) -> nn.Module:
         if self.group is None:
@@ -92,25 +92,25 @@ class Leg(Teller):
 
     def _build_extras(self) -> dict[str, Any]:
         makers: dict[str, Callable[[], Any]] = {
-            "ema": lambda: data_parts.Ema(self.model),
-            "scaler": data_parts.Scaler,
-            "forgetful": data_parts.Forgetful,
+            "ema": lambda: data_components.Ema(self.model),
+            "scaler": data_components.Scaler,
+            "forgetful": data_components.Forgetful,
             "generator": lambda: torch.Generator().manual_seed(self.given.seed + 7),
         }
         return {name: makers[name]() for name in self.given.extras if name in makers}
 
     # ---- the run --------------------------------------------------------------------------------------------------
 
-    def run(self, drive_duck: Callable[[Leg], None]) -> None:
-        """Train and tell; an error passes through. ``drive_duck`` is the loop around a trainer that has none of its own."""
-        self.trainer = self._base_trainer() if self.given.trainer == "base" else self._duck()
-        self.tell_built(OWN_CALLBACKS)
+    def run(self, drive_custom_loop: Callable[[Leg], None]) -> None:
+        """Train and report; an error passes through. ``drive_custom_loop`` drives a trainer that has no loop of its own."""
+        self.trainer = self._base_trainer() if self.given.trainer == "base" else self._custom_trainer()
+        self.report_built(OWN_CALLBACKS)
         if self.given.trainer == "base":
             self.trainer.train()
         else:
-            drive_duck(self)
+            drive_custom_loop(self)
         self.probe.event("value", name="dataset_reads", value=self.dataset.reads)
-        self.tell_end()
+        self.report_end()
 
     def checkpointing(self) -> CheckpointingConfig:
         """The ``checkpoint:`` block: what the case sets, and nothing else."""
@@ -154,11 +154,13 @@ class Leg(Teller):
         for item in trainer.callbacks:
             if isinstance(item, StepCounter):
                 self.extras["counter"] = item
-        watch_saves(self, next((item for item in trainer.callbacks if isinstance(item, CheckpointerCallback)), None))
+        instrument_saves(
+            self, next((item for item in trainer.callbacks if isinstance(item, CheckpointerCallback)), None)
+        )
         trainer.callbacks.append(AfterSaves(trainer, self))
         return trainer
 
-    def _duck(self) -> Any:
+    def _custom_trainer(self) -> Any:
         """A namespace with what specification 5.2 names, and nothing more but the extras."""
         training = SimpleNamespace(gradient_accumulation_steps=self.given.accumulation)
         trainer = SimpleNamespace(
@@ -176,12 +178,12 @@ class Leg(Teller):
         )
         if trainer.config.checkpoint.save_ckpt or trainer.config.checkpoint.restore_from is not None:
             trainer.callbacks.append(CheckpointerCallback(trainer))
-            watch_saves(self, trainer.callbacks[0])
+            instrument_saves(self, trainer.callbacks[0])
         return trainer
 
     # ---- what is told ----------------------------------------------------------------------------------------------
 
-    def tell_step(self) -> None:
+    def report_step(self) -> None:
         """Move the other objects by a step, record it, and stand at the moment before its save."""
         state = self.trainer.state
         if "ema" in self.extras:
@@ -202,7 +204,7 @@ class Leg(Teller):
             digests=step_digests(self.trainer, self.optimizers, self.device, self.extras),
         )
         self.seen.clear()
-        super().tell_step()
+        super().report_step()
 
 
 def _device(name: str, rank: int) -> torch.device:

@@ -27,7 +27,7 @@ _BEGINNINGS = {
 }
 
 
-class Stops:
+class PausePoints:
     """What was put into the library so that this leg stops where its job says."""
 
     def __init__(self, probe: Probe, job: Job) -> None:

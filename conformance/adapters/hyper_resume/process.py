@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from conformance.adapters.hyper_resume.custom_loop import drive_duck
+from conformance.adapters.hyper_resume.custom_loop import drive_custom_loop
 from conformance.adapters.hyper_resume.leg import Leg
 from conformance.adapters.hyper_resume.lifecycle import join_group, leave_group, live
 from conformance.running.adapter import Job
@@ -32,7 +32,7 @@ def train(probe: Probe, job: Job) -> int:
     """Build, train, tell; returns the exit code, for a training that was preempted the same as the library's own program."""
     group = join_group(job)
     try:
-        Leg(probe, job, group).run(drive_duck)
+        Leg(probe, job, group).run(drive_custom_loop)
     except PreemptedError as error:
         probe.error(error)
         return EXIT_PREEMPTED

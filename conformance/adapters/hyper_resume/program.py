@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from conformance.adapters.hyper_resume.event_reporter import Teller
-from conformance.adapters.hyper_resume.instrumentation import AfterSaves, BeforeSaves, watch_saves
+from conformance.adapters.hyper_resume.event_reporter import EventReporter
+from conformance.adapters.hyper_resume.instrumentation import AfterSaves, BeforeSaves, instrument_saves
 from conformance.adapters.hyper_resume.lifecycle import is_under_torchrun, join_group, live
 from conformance.plain_data.serial import to_plain
 from conformance.running.adapter import Job
@@ -60,13 +60,13 @@ def train(probe: Probe, job: Job) -> int:
         join_group(job)  # the program keeps a group that is there
         if job.world_size == 1:
             os.environ.pop("RANK", None)  # started alone, as far as the program can tell
-    leg = TextLeg(probe, job)
+    leg = ProgramLeg(probe, job)
     path = str(_CHECKOUT / str(job.given.config))
-    leg.tell_configuration(path)
+    leg.report_configuration(path)
     _tell_errors(probe)
     code = cli.main(["train", path, *leg.words()])
     if code == 0:
-        leg.tell_end()
+        leg.report_end()
     return code
 
 
@@ -84,7 +84,7 @@ def _tell_errors(probe: Probe) -> None:
     cli.train = told
 
 
-class TextLeg(Teller):
+class ProgramLeg(EventReporter):
     """Puts itself between the program and the trainer that it builds."""
 
     def __init__(self, probe: Probe, job: Job) -> None:
@@ -107,7 +107,7 @@ class TextLeg(Teller):
         words += [f"--accelerator.device={given.device}", "--trajectory.dir=.", "--trajectory.digests=true"]
         return [*words, *given.overrides]
 
-    def tell_configuration(self, path: str) -> None:
+    def report_configuration(self, path: str) -> None:
         """Tell every value after the overrides, and where it came from."""
         resolved = resolve_config(path, self.words())
         values = dataclasses.asdict(resolved.config)
@@ -120,9 +120,11 @@ class TextLeg(Teller):
     def _build(self, *args: Any, **kwargs: Any) -> BaseTrainer:
         trainer = BaseTrainer(*args, callbacks=[lambda made: BeforeSaves(made, self)], **kwargs)
         self.trainer, self.optimizers = trainer, flatten_optimizers(trainer.optimizer)
-        watch_saves(self, next((item for item in trainer.callbacks if isinstance(item, CheckpointerCallback)), None))
+        instrument_saves(
+            self, next((item for item in trainer.callbacks if isinstance(item, CheckpointerCallback)), None)
+        )
         trainer.callbacks.append(AfterSaves(trainer, self))
-        self.tell_built((BeforeSaves, AfterSaves))
+        self.report_built((BeforeSaves, AfterSaves))
         return trainer
 
 

@@ -16,7 +16,7 @@ from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.checkpoint.commands.inspect import inspect_step_directory
 from hyper_resume.checkpoint.commands.verification import verify_step_directory
 from hyper_resume.checkpoint.format.manifest import read_manifest, verify_files
-from hyper_resume.checkpoint.format.segments import Proof
+from hyper_resume.checkpoint.format.segments import VerifiedFile
 from hyper_resume.checkpoint.loading.file_verification import check_description
 from hyper_resume.checkpoint.loading.reading import load_entries
 from hyper_resume.errors import CheckpointMismatchError, HyperResumeError
@@ -36,14 +36,14 @@ class Opened:
 
     Attributes:
         metadata: the description.
-        proofs: of the files that were verified.
+        verified_files: of the files that were verified.
         values: name -> value, of all entries together; None where that was refused.
         data_digests: name -> digest of a tensor's bytes, where the verification told it.
         live: name -> value after a load into the live state; None where that was refused.
     """
 
     metadata: Any
-    proofs: Mapping[str, Proof]
+    verified_files: Mapping[str, VerifiedFile]
     values: Mapping[str, Any] | None
     data_digests: Mapping[str, bytes]
     live: Mapping[str, Any] | None
@@ -63,8 +63,10 @@ def open_directory(_: bytes) -> Opened:
     try:
         manifest = read_manifest(directory)
         assert manifest is not None
-        proofs: dict[str, Proof] = {}
-        complaints = verify_files(directory, manifest, sorted(manifest.files), digests=True, proofs=proofs)
+        verified_files: dict[str, VerifiedFile] = {}
+        complaints = verify_files(
+            directory, manifest, sorted(manifest.files), digests=True, verified_files=verified_files
+        )
         if complaints:
             raise CheckpointMismatchError("; ".join(complaints))
         metadata = check_description(directory, manifest)
@@ -78,12 +80,12 @@ def open_directory(_: bytes) -> Opened:
     inspect_step_directory(STEP)
     values, data_digests = None, {}
     try:
-        found = load_entries(dict.fromkeys(metadata.state_dict_metadata), directory, metadata, proofs)
+        found = load_entries(dict.fromkeys(metadata.state_dict_metadata), directory, metadata, verified_files)
     except HyperResumeError:
         pass
     else:
         values, data_digests = found.values, found.data_digests
-    return Opened(metadata=metadata, proofs=proofs, values=values, data_digests=data_digests, live=live)
+    return Opened(metadata=metadata, verified_files=verified_files, values=values, data_digests=data_digests, live=live)
 
 
 def _loaded() -> dict[str, Any] | None:
@@ -138,11 +140,11 @@ def _doubt(files: Mapping[str, bytes], opened: Opened) -> str:
 
 def _doubt_proof(files: Mapping[str, bytes], opened: Opened) -> str:
     if not files[SHARD].endswith(b"hrsegm01"):
-        return "known by a table that is none" if SHARD in opened.proofs else ""
+        return "known by a table that is none" if SHARD in opened.verified_files else ""
     told = {begin: (length, digest) for begin, length, digest in table_meaning(files[SHARD]) if length}
-    if SHARD not in opened.proofs:
+    if SHARD not in opened.verified_files:
         return ""
-    known = opened.proofs[SHARD].segments
+    known = opened.verified_files[SHARD].segments
     found = {begin: (one.length, one.digest) for begin, one in known.items() if one.length}
     return "" if found == told else "other segments than the table has"
 

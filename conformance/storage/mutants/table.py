@@ -200,12 +200,12 @@ _CHECKS = (
     _entry(
         "latest-by-existence", "LATEST takes what is there, not what is verified",
         "dcp:DistributedCheckpointer.find_latest_checkpoint",
-        "self._proved.of(directory, group, training_state=True)", "pass", "corruption/per_rank",
+        "self._verified.of(directory, group, training_state=True)", "pass", "corruption/per_rank",
     ),
     _entry(
-        "load-unverified", "nothing is verified", "loading.last_verified:LastProved.of",
-        "known.manifest = file_verification.verify(directory, self._how, group, parts=left, proofs=known.proofs)",
-        "known.manifest = file_verification.read_manifest(directory)", "corruption/per_rank",
+        "load-unverified", "nothing is verified", "loading.last_verified:LastVerified.of",
+        "known.manifest = file_verification.verify(",
+        "known.manifest = (lambda directory, *_, **__: file_verification.read_manifest(directory))(", "corruption/per_rank",
     ),
     _entry(
         "other-step-passes", "a manifest of another step passes in LATEST and load", "loading.file_verification:wrong_name",
@@ -299,7 +299,7 @@ _FORMS = (
     ),
     _entry(
         "changed-since-passes", "a file that was changed after it was verified is taken for verified",
-        "format.segments:Proof.is_of",
+        "format.segments:VerifiedFile.is_of",
         "return identity(path.lstat()) == self.identity", "return True", "verified/changed since",
     ),
 )

@@ -254,7 +254,7 @@ def verify_files(
     names: Iterable[str],
     *,
     digests: bool,
-    proofs: dict[str, segments.Proof] | None = None,
+    verified_files: dict[str, segments.VerifiedFile] | None = None,
 ) -> list[str]:
     """Hold files against the manifest.
 
@@ -263,7 +263,7 @@ def verify_files(
         manifest: its manifest.
         names: which of ``manifest.files`` to look at.
         digests: read the files and compare digests too; else sizes only.
-        proofs: gets what is known then of files that are as they were written, by name.
+        verified_files: gets what is known then of files that are as they were written, by name.
 
     Returns:
         one complaint a file that is not as it was written, naming it; an empty list when all are.
@@ -271,12 +271,17 @@ def verify_files(
     return [
         f"{name}: {complaint}"
         for name in names
-        if (complaint := _verify_one(directory, name, manifest.files[name], proofs, digests=digests))
+        if (complaint := _verify_one(directory, name, manifest.files[name], verified_files, digests=digests))
     ]
 
 
 def _verify_one(
-    directory: Path, name: str, entry: FileEntry, proofs: dict[str, segments.Proof] | None, *, digests: bool
+    directory: Path,
+    name: str,
+    entry: FileEntry,
+    verified_files: dict[str, segments.VerifiedFile] | None,
+    *,
+    digests: bool,
 ) -> str:
     path = directory / name
     try:
@@ -291,9 +296,9 @@ def _verify_one(
             return ""
         if digest.is_of_table(entry.digest):
             with operations.current().open_read(path) as file:
-                complaint, proof = segments.verify(file, entry.digest)
-            if proof is not None and proofs is not None:
-                proofs[name] = proof
+                complaint, verified = segments.verify(file, entry.digest)
+            if verified is not None and verified_files is not None:
+                verified_files[name] = verified
             return complaint
         found = digest_file(path, like=entry.digest)
     except FileNotFoundError:

@@ -73,7 +73,7 @@ def decode(table: memoryview, file_bytes: int) -> list[Segment] | None:
 
 
 @dataclass
-class Proof:
+class VerifiedFile:
     """A file that was verified: its bytes, which were looked at where they lie, and what is known of them.
 
     Attributes:
@@ -123,7 +123,7 @@ def identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def verify(file: InputFile, expected: str) -> tuple[str, Proof | None]:
+def verify(file: InputFile, expected: str) -> tuple[str, VerifiedFile | None]:
     """Hold a file that ends with a table against the table's digest, and all before it against the table.
 
     Args:
@@ -150,7 +150,7 @@ def verify(file: InputFile, expected: str) -> tuple[str, Proof | None]:
         more = f" and {len(damaged) - _MOST_SHOWN} more" if len(damaged) > _MOST_SHOWN else ""
         return f"expected digest {expected}, found other bytes at {', '.join(spans)}{more}", None
     content = file.whole()
-    return "", None if content is None else Proof(
+    return "", None if content is None else VerifiedFile(
         content, expected, before, {segment.begin: segment for segment in segments}
     )
 

@@ -17,16 +17,16 @@ from hyper_resume.checkpoint.loading.entries import Read
 from hyper_resume.checkpoint.loading.required_entries import (
     MODEL_BUCKET,
     check_model_entries,
-    is_of_kind,
-    kind_of_live,
-    kind_of_stored,
+    describe_live,
+    describe_stored,
+    has_same_form,
 )
 from hyper_resume.checkpoint.tensors.copying import copy_all
 from hyper_resume.checkpoint.tensors.flattening import flatten
 from hyper_resume.errors import CheckpointMismatchError, describe
 
 
-class Incoming:
+class LoadBuffers:
     """What is read, apart from the live tensors until all of it is known to be good.
 
     Attributes:
@@ -47,7 +47,7 @@ class Incoming:
         """Return name -> live value of one bucket's entries."""
         return {name: value for name, value in self._live.items() if self._places[name][0] == bucket}
 
-    def refuse_other_kinds(self, metadata: Metadata, where: str, *, checked: Container[str] = ()) -> None:
+    def refuse_other_forms(self, metadata: Metadata, where: str, *, checked: Container[str] = ()) -> None:
         """Refuse an entry of another shape or type than the live one; a copy would convert it without a word.
 
         Args:
@@ -60,13 +60,13 @@ class Incoming:
         """
         for name, value in self.wanted.items():
             entry = metadata.state_dict_metadata[name]
-            if name not in checked and not is_of_kind(value, entry):
+            if name not in checked and not has_same_form(value, entry):
                 raise CheckpointMismatchError(
                     describe(
                         f"entry {name} does not fit",
                         where=where,
-                        expected=f"{kind_of_live(value)} (the running job)",
-                        found=f"{kind_of_stored(entry)} (the checkpoint)",
+                        expected=f"{describe_live(value)} (the running job)",
+                        found=f"{describe_stored(entry)} (the checkpoint)",
                         do="resume with the configuration that was saved",
                     )
                 )
@@ -102,16 +102,16 @@ class Incoming:
         copy_all(pairs)
 
 
-def asked_for(state: dict[str, Any], metadata: Metadata, path: str, *, strict_model: bool) -> Incoming:
+def prepare_buffers(state: dict[str, Any], metadata: Metadata, path: str, *, strict_model: bool) -> LoadBuffers:
     """Return what is asked for, when the checkpoint has it and it fits.
 
     Raises:
         CheckpointMismatchError: a missing model key, or an entry of another shape or type.
     """
-    incoming = Incoming(state, metadata)
+    incoming = LoadBuffers(state, metadata)
     model = incoming.of_bucket(MODEL_BUCKET)
     check_model_entries(model, metadata, strict=strict_model, where=path)
-    incoming.refuse_other_kinds(metadata, path, checked=model)
+    incoming.refuse_other_forms(metadata, path, checked=model)
     return incoming
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.format import archive, segments
-from hyper_resume.checkpoint.format.segments import Proof
+from hyper_resume.checkpoint.format.segments import VerifiedFile
 from hyper_resume.checkpoint.parsing import safe_load
 from hyper_resume.checkpoint.tensors.copying import MOST_THREADS, in_form_of, in_threads
 from hyper_resume.errors import CheckpointMismatchError, describe
@@ -41,21 +41,23 @@ class Entries:
     """Reads entries of one step directory. Use as a context; tensors that it gave stay valid afterwards.
 
     Attributes:
-        data_digests: name -> digest of the bytes of a tensor that it gave, where a proof tells it.
+        data_digests: name -> digest of the bytes of a tensor that it gave, where a verified file has it.
     """
 
-    def __init__(self, directory: Path, metadata: Metadata, proofs: Mapping[str, Proof] = MappingProxyType({})) -> None:
+    def __init__(
+        self, directory: Path, metadata: Metadata, verified_files: Mapping[str, VerifiedFile] = MappingProxyType({})
+    ) -> None:
         """Read from ``directory``.
 
         Args:
             directory: the step directory.
             metadata: its own description.
-            proofs: files that were verified, by name: their bytes are looked at where they were verified; a file that was
-                changed since is verified again.
+            verified_files: files that were verified, by name: their bytes are read where they were verified; a file
+                that was changed since is verified again.
         """
         self._directory = directory
-        self._proofs: dict[str, Proof] = {}
-        self._offered = dict(proofs)
+        self._verified_files: dict[str, VerifiedFile] = {}
+        self._offered = dict(verified_files)
         self.data_digests: dict[str, bytes] = {}
         self._described = metadata.state_dict_metadata
         self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
@@ -88,20 +90,20 @@ class Entries:
         for name in names:
             for place in self._places_of(name):
                 begin, end = place.offset, place.offset + place.length
-                if place.relative_path in self._proofs or self._is_proved(place.relative_path):
+                if place.relative_path in self._verified_files or self._is_verified(place.relative_path):
                     first, last = spans.get(place.relative_path, (begin, end))
                     spans[place.relative_path] = min(first, begin), max(last, end)
                 else:
                     ranges.setdefault(place.relative_path, []).append((begin, end))
         for file_name, (begin, end) in spans.items():
             # They were in memory a moment ago; where they still are it costs next to nothing.
-            operations.bring_mapped(self._proofs[file_name].content, begin, end - begin)
+            operations.bring_mapped(self._verified_files[file_name].content, begin, end - begin)
         for file_name, found in sorted(ranges.items()):
             file = self._file(file_name)
             pieces = [piece for begin, end in _merged(found) for piece in _pieces(begin, min(end, file.size_bytes))]
             in_threads(lambda piece, file=file: file.bring(*piece), pieces)  # type: ignore[misc]  # bound now
 
-    def _is_proved(self, file_name: str) -> bool:
+    def _is_verified(self, file_name: str) -> bool:
         offered = self._offered.pop(file_name, None)
         # The name is one of the manifest's, so it leads nowhere else.
         if offered is not None and not offered.is_of(self._directory / file_name):
@@ -116,8 +118,8 @@ class Entries:
                     )
                 )
         if offered is not None:
-            self._proofs[file_name] = offered
-        return file_name in self._proofs
+            self._verified_files[file_name] = offered
+        return file_name in self._verified_files
 
     def _find_all(self) -> None:
         """Find the places of all entries of one chunk in one walk: to look each up takes five times as long."""
@@ -218,8 +220,8 @@ class Entries:
         if begin is not None:
             if not count:
                 return torch.empty(shape, dtype=dtype)
-            proof = self._proofs.get(place.relative_path) if is_all else None
-            known = proof and proof.data_digest(place.offset + begin, count * dtype.itemsize)
+            verified = self._verified_files.get(place.relative_path) if is_all else None
+            known = verified and verified.data_digest(place.offset + begin, count * dtype.itemsize)
             if known:
                 self.data_digests[name] = known
             found = torch.frombuffer(content, dtype=dtype, count=count, offset=begin)
@@ -237,9 +239,9 @@ class Entries:
             # Nothing of ours writes them, and one that decompresses has no bound.
             found = f"transformed by {place.transform_descriptors[0]}"
             raise _not_as_described(self._where(name, place), "bytes as they were saved", found)
-        proof = self._proofs.get(place.relative_path)
-        if proof is not None:
-            content = proof.content[place.offset : place.offset + place.length]
+        verified = self._verified_files.get(place.relative_path)
+        if verified is not None:
+            content = verified.content[place.offset : place.offset + place.length]
         else:
             content = self._file(place.relative_path).part(place.offset, place.length)
         if len(content) != place.length:

@@ -25,7 +25,7 @@ from hyper_resume.checkpoint.format.manifest import (
     unlisted_files,
     verify_files,
 )
-from hyper_resume.checkpoint.format.segments import Proof
+from hyper_resume.checkpoint.format.segments import VerifiedFile
 from hyper_resume.checkpoint.parsing import safe_load
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
 
@@ -45,7 +45,7 @@ def verify(
     group: dist.ProcessGroup | None,
     *,
     parts: Collection[Part] = ("weights", "training state"),
-    proofs: dict[str, Proof] | None = None,
+    verified_files: dict[str, VerifiedFile] | None = None,
 ) -> Manifest | None:
     """Hold a step directory against its manifest; every rank reads the files of its own number, all share the verdict.
 
@@ -54,7 +54,7 @@ def verify(
         how: sizes only, or digests too.
         group: of all ranks.
         parts: of which files: those of the training state, all others, or both.
-        proofs: gets what is known then of this rank's files, by name.
+        verified_files: gets what is known then of this rank's files, by name.
 
     Returns:
         the manifest; None for a directory without one, of which nothing can be said.
@@ -72,7 +72,7 @@ def verify(
         for name, entry in sorted(manifest.files.items())
         if entry.rank % world_size == rank and _part_of(name) in parts
     ]
-    check = partial(_verify_one, directory, manifest, proofs, digests=how == "digest")
+    check = partial(_verify_one, directory, manifest, verified_files, digests=how == "digest")
     found = collective.agree(lambda: [complaint for name in own if (complaint := check(name))], group)
     complaints = [complaint for of_rank in collective.gather(found, group) for complaint in of_rank]
     complaints = [*wrong_name(directory, manifest), *complaints]
@@ -163,9 +163,9 @@ def _refuse_lost_manifest(directory: Path, metadata: Metadata) -> None:
 
 
 def _verify_one(
-    directory: Path, manifest: Manifest, proofs: dict[str, Proof] | None, name: str, *, digests: bool
+    directory: Path, manifest: Manifest, verified_files: dict[str, VerifiedFile] | None, name: str, *, digests: bool
 ) -> str:
-    complaints = verify_files(directory, manifest, [name], digests=digests, proofs=proofs)
+    complaints = verify_files(directory, manifest, [name], digests=digests, verified_files=verified_files)
     return complaints[0] + _origin(directory / name, manifest) if complaints else ""
 
 

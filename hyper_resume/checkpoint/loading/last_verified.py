@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.format.manifest import Manifest
-from hyper_resume.checkpoint.format.segments import Proof
+from hyper_resume.checkpoint.format.segments import VerifiedFile
 from hyper_resume.checkpoint.loading import file_verification
 
-Proved = tuple[Manifest | None, Metadata, Mapping[str, Proof]]
+Verified = tuple[Manifest | None, Metadata, Mapping[str, VerifiedFile]]
 
 
 @dataclass
@@ -24,10 +24,10 @@ class _Known:
     manifest: Manifest | None = None
     metadata: Metadata | None = None
     parts: set[file_verification.Part] = field(default_factory=set)
-    proofs: dict[str, Proof] = field(default_factory=dict)
+    verified_files: dict[str, VerifiedFile] = field(default_factory=dict)
 
 
-class LastProved:
+class LastVerified:
     """Verifies step directories, and knows the last one. :meth:`forget` it where it may change: at a load's end, at a save."""
 
     def __init__(self, how: Literal["digest", "size"]) -> None:
@@ -35,7 +35,7 @@ class LastProved:
         self._how: Literal["digest", "size"] = how
         self._last: _Known | None = None
 
-    def of(self, directory: Path, group: dist.ProcessGroup | None, *, training_state: bool) -> Proved:
+    def of(self, directory: Path, group: dist.ProcessGroup | None, *, training_state: bool) -> Verified:
         """Verify of a directory what this process has not just verified; every rank calls it.
 
         Returns:
@@ -51,14 +51,16 @@ class LastProved:
             known = _Known(directory=directory.absolute())
         if not parts <= known.parts:
             left = parts - known.parts
-            known.manifest = file_verification.verify(directory, self._how, group, parts=left, proofs=known.proofs)
+            known.manifest = file_verification.verify(
+                directory, self._how, group, parts=left, verified_files=known.verified_files
+            )
             known.parts |= parts
         if known.metadata is None:
             known.metadata = collective.agree(
                 lambda: file_verification.check_description(directory, known.manifest), group
             )
         self._last = known
-        return known.manifest, known.metadata, known.proofs
+        return known.manifest, known.metadata, known.verified_files
 
     def forget(self) -> None:
         """Verify anew the next time."""

@@ -16,7 +16,7 @@ from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.layout import STAGING_NAME
 from hyper_resume.checkpoint.format.manifest import Manifest
 from hyper_resume.checkpoint.format.save_id import SAVE_ID, SHARD_ENTRY, refuse_mixture
-from hyper_resume.checkpoint.format.segments import Proof
+from hyper_resume.checkpoint.format.segments import VerifiedFile
 from hyper_resume.checkpoint.loading.entries import Entries, Read
 from hyper_resume.checkpoint.parsing import safe_load
 from hyper_resume.errors import CheckpointMismatchError, HyperResumeError, describe
@@ -28,7 +28,7 @@ def load_entries(
     wanted: Mapping[str, Any],
     directory: Path,
     metadata: Metadata,
-    proofs: Mapping[str, Proof] = MappingProxyType({}),
+    verified_files: Mapping[str, VerifiedFile] = MappingProxyType({}),
 ) -> Read:
     """Read entries, in this process alone.
 
@@ -37,7 +37,7 @@ def load_entries(
             for all of the entry.
         directory: the step directory.
         metadata: its own description.
-        proofs: files that were verified, by name.
+        verified_files: files that were verified, by name.
 
     Returns:
         what was read. Tensors are on the CPU, may be views of the file, and are not to be written to.
@@ -47,7 +47,7 @@ def load_entries(
     """
     described = metadata.state_dict_metadata
     try:
-        with Entries(directory, metadata, proofs) as entries:
+        with Entries(directory, metadata, verified_files) as entries:
             entries.bring(wanted)
             values = {
                 name: entries.tensor(name, live if isinstance(live, torch.Tensor) else None)

@@ -38,31 +38,31 @@ def check_model_entries(wanted: dict[str, Any], metadata: Metadata, *, strict: b
             )
         )
     for name, value in wanted.items():
-        if name in stored and not is_of_kind(value, stored[name]):
+        if name in stored and not has_same_form(value, stored[name]):
             raise CheckpointMismatchError(
                 describe(
                     f"model entry {name} does not fit",
                     where=where,
-                    expected=f"{kind_of_live(value)} (the running model)",
-                    found=f"{kind_of_stored(stored[name])} (the checkpoint)",
+                    expected=f"{describe_live(value)} (the running model)",
+                    found=f"{describe_stored(stored[name])} (the checkpoint)",
                     do="resume with the model configuration that was saved",
                 )
             )
 
 
-def is_of_kind(value: Any, entry: Any) -> bool:
+def has_same_form(value: Any, entry: Any) -> bool:
     """True when a live value and a stored entry are tensors of one shape and type, or no tensors both."""
     if isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
         return bool(value.shape == entry.size and value.dtype == entry.properties.dtype)
     return not isinstance(value, torch.Tensor) and not isinstance(entry, TensorStorageMetadata)
 
 
-def kind_of_live(value: Any) -> str:
+def describe_live(value: Any) -> str:
     """Say what a live value is, for a message."""
     return f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else "no tensor"
 
 
-def kind_of_stored(entry: Any) -> str:
+def describe_stored(entry: Any) -> str:
     """Say what a stored entry is, for a message."""
     if isinstance(entry, TensorStorageMetadata):
         return f"shape {tuple(entry.size)}, {entry.properties.dtype}"

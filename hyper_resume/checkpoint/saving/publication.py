@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class SaveInProgress:
     """One save: where it is staged, where it will stand, and what rank 0 knows of the root."""
 
     staging: Path
@@ -68,7 +68,7 @@ class Attempt:
 
 
 def draft_manifest(
-    attempt: Attempt,
+    attempt: SaveInProgress,
     *,
     world_size: int,
     mesh: Mesh | None,
@@ -135,7 +135,7 @@ def end_save_process() -> None:
         found._save_process.join()
 
 
-def commit(attempt: Attempt, group: Any) -> Path | None:
+def commit(attempt: SaveInProgress, group: Any) -> Path | None:
     """Make a written save count: barrier, then rank 0 commits.
 
     The barrier keeps the commit off a checkpoint that some rank still writes.
@@ -151,7 +151,7 @@ def commit(attempt: Attempt, group: Any) -> Path | None:
     return collective.on_rank_zero(lambda: layout.commit(attempt.staging, attempt.target), group)
 
 
-def announce(attempt: Attempt, group: Any) -> None:
+def announce(attempt: SaveInProgress, group: Any) -> None:
     """After the commit, rank 0 moves the pointer, and all ranks tell of a durable save.
 
     Not before: whoever is told that a save is durable may count on LATEST meaning it after a crash.
@@ -163,7 +163,9 @@ def announce(attempt: Attempt, group: Any) -> None:
     attempt.reached("durable")
 
 
-def clear(attempt: Attempt, aside: Path | None, keep: Retention, protected: tuple[Path, ...], group: Any) -> None:
+def clear(
+    attempt: SaveInProgress, aside: Path | None, keep: Retention, protected: tuple[Path, ...], group: Any
+) -> None:
     """After all that, rank 0 deletes what is outdated; no rank goes on before that is done."""
 
     def on_rank_zero() -> None:

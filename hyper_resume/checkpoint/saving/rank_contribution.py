@@ -17,7 +17,7 @@ from hyper_resume.checkpoint.format.bucket_digests import bucket_digests, name_d
 from hyper_resume.checkpoint.format.manifest import FileEntry
 from hyper_resume.checkpoint.format.save_id import SAVE_ID, mark_shards
 from hyper_resume.checkpoint.saving.plan_cache import Layout, layout_of
-from hyper_resume.checkpoint.saving.publication import Attempt
+from hyper_resume.checkpoint.saving.publication import SaveInProgress
 from hyper_resume.checkpoint.saving.shard_writer import WrittenTensor
 from hyper_resume.checkpoint.saving.staging import Stager, copied
 from hyper_resume.checkpoint.tensors.flattening import flatten
@@ -27,7 +27,7 @@ How = Literal["sync", "thread", "process"]
 
 
 @dataclass
-class OwnPart:
+class RankContribution:
     """One rank's part of a save.
 
     Attributes:
@@ -73,14 +73,14 @@ def _is_live(written: torch.Tensor, live: Any) -> bool:
 
 
 def prepare(
-    attempt: Attempt,
+    attempt: SaveInProgress,
     payload: dict[str, Any],
     training_state: dict[str, Any] | None,
     how: How,
     stager: Stager,
     *,
     per_rank: bool,
-) -> OwnPart:
+) -> RankContribution:
     """Digest the state as it is now and write this rank's training state; in this process alone.
 
     For a save in a thread the state is copied now, and digested while it is. Of one that is waited for the payload's digests
@@ -105,7 +105,7 @@ def prepare(
     for kind in {value.device.type for value in flat.values() if isinstance(value, torch.Tensor)}:
         device.synchronize(kind)
     buckets = extra.bucket_digests(training_state or {})
-    part = OwnPart(payload, flat, layout, name_digests(flat), buckets)
+    part = RankContribution(payload, flat, layout, name_digests(flat), buckets)
     if how == "thread":
         staged = stager.stage(flat, places)
         part.written = staged.state

@@ -11,7 +11,7 @@ from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.history import lineage
 from hyper_resume.checkpoint.history.lineage import Ancestors
 from hyper_resume.checkpoint.history.retention import Retention
-from hyper_resume.checkpoint.saving.publication import Attempt
+from hyper_resume.checkpoint.saving.publication import SaveInProgress
 from hyper_resume.errors import CheckpointSaveError, describe
 
 # Roots into which a save of this process is on its way. The kernel's lock keeps other processes out; this, a second saver here.
@@ -72,7 +72,7 @@ class WritableRoot:
             return () if manifest is None else lineage.descendants_of(manifest)
         return ()
 
-    def new_attempt(self, target: Path, global_step: int) -> Attempt:
+    def new_attempt(self, target: Path, global_step: int) -> SaveInProgress:
         """Make a staging directory for a save as ``target``, and say what it descends from.
 
         Raises:
@@ -95,7 +95,7 @@ class WritableRoot:
         lock.acquire(root)
         if self._root != root.absolute():
             self._take(root)
-        attempt = Attempt(
+        attempt = SaveInProgress(
             staging=layout.new_staging_directory(target),
             target=target,
             global_step=global_step,
@@ -105,13 +105,13 @@ class WritableRoot:
         _saving.add(root.absolute())
         return attempt
 
-    def note_durable(self, attempt: Attempt) -> None:
+    def note_durable(self, attempt: SaveInProgress) -> None:
         """The next save descends from this one. Only rank 0 keeps count."""
         if collective.rank() == 0:
             self._ordinal += 1
             self._ancestors = lineage.extend(self._ancestors, attempt.global_step, attempt.save_id)
 
-    def note_ended(self, attempt: Attempt) -> None:
+    def note_ended(self, attempt: SaveInProgress) -> None:
         """Another save may begin."""
         if collective.rank() == 0:
             _saving.discard(attempt.target.parent.absolute())

@@ -112,10 +112,12 @@ def _read(directory: Path, wanted: dict[str, Any]) -> Any:
     """As a load does: verified, and then read where it was verified."""
     found = manifest.read_manifest(directory)
     assert found is not None
-    proofs: dict[str, segments.Proof] = {}
-    assert manifest.verify_files(directory, found, sorted(found.files), digests=True, proofs=proofs) == []
-    assert list(proofs) == ["__0_0.distcp"]
-    return load_entries(wanted, directory, read_metadata(directory, found), proofs)
+    verified_files: dict[str, segments.VerifiedFile] = {}
+    assert (
+        manifest.verify_files(directory, found, sorted(found.files), digests=True, verified_files=verified_files) == []
+    )
+    assert list(verified_files) == ["__0_0.distcp"]
+    return load_entries(wanted, directory, read_metadata(directory, found), verified_files)
 
 
 def test_the_digest_of_a_large_tensor_is_known_and_is_that_of_its_bytes(saved: Path) -> None:
@@ -132,8 +134,8 @@ def test_the_digest_of_a_large_tensor_is_known_and_is_that_of_its_bytes(saved: P
 def test_a_file_that_was_changed_after_it_was_verified_is_verified_again(saved: Path, is_harmless: bool) -> None:
     found = manifest.read_manifest(saved)
     assert found is not None
-    proofs: dict[str, segments.Proof] = {}
-    assert manifest.verify_files(saved, found, sorted(found.files), digests=True, proofs=proofs) == []
+    verified_files: dict[str, segments.VerifiedFile] = {}
+    assert manifest.verify_files(saved, found, sorted(found.files), digests=True, verified_files=verified_files) == []
     metadata = read_metadata(saved, found)
     status = _shard(saved).stat()
     content = bytearray(_shard(saved).read_bytes())
@@ -145,14 +147,14 @@ def test_a_file_that_was_changed_after_it_was_verified_is_verified_again(saved: 
     # A later moment, whatever the clock of the file system can tell.
     os.utime(_shard(saved), ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     if is_harmless:
-        read = load_entries({"model.a": None}, saved, metadata, proofs)
+        read = load_entries({"model.a": None}, saved, metadata, verified_files)
         assert read.data_digests == {"model.a": xxhash.xxh3_128_digest(weights)}
         assert torch.equal(read.values["model.a"], _state()["model"]["a"])
     else:
         with pytest.raises(
             CheckpointMismatchError, match=r"changed after it was verified.*__0_0\.distcp.*other bytes at"
         ):
-            load_entries({"model.a": None}, saved, metadata, proofs)
+            load_entries({"model.a": None}, saved, metadata, verified_files)
 
 
 def test_damage_is_told_by_its_place_in_the_file(saved: Path) -> None:
