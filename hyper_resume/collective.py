@@ -1,7 +1,7 @@
 """Agreement between ranks: one decision, or one error, on all of them.
 
 A rank that fails alone leaves the others waiting in the next collective until the process group's timeout. Every step
-that may fail on one rank only (reading its own file, checking its own tensors) therefore runs inside :func:`agree`,
+that may fail on one rank only (reading its own file, checking its own tensors) therefore runs inside :func:`on_all_ranks`,
 which makes the outcome common: all ranks return, or all ranks raise the same error.
 
 All functions work without a process group; a single process is then a world of one rank.
@@ -65,7 +65,7 @@ def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:
     return result
 
 
-def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the ``value`` of every rank, in rank order, on every rank."""
     if not is_distributed():
         return [value]
@@ -74,7 +74,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def agree(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run ``action`` on every rank; if it fails on any, raise the first failing rank's error on all.
 
     ``action`` itself must not enter a collective: a rank that failed before it would be missing there.
@@ -93,11 +93,11 @@ def agree(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
         result = action()
     except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
         failure = error
-    raise_common(failure, group)
+    raise_on_all_ranks(failure, group)
     return result  # type: ignore[return-value]  # no failure on any rank, so action returned a T
 
 
-def raise_common(failure: BaseException | None, group: dist.ProcessGroup | None = None) -> None:
+def raise_on_all_ranks(failure: BaseException | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise the lowest failing rank's ``failure`` on every rank; return when no rank has one.
 
     Every rank calls it once, with its own failure or None.
@@ -106,10 +106,10 @@ def raise_common(failure: BaseException | None, group: dist.ProcessGroup | None 
         if failure is not None:
             raise failure
         return
-    _raise_first(gather(None if failure is None else _report(failure), group), failure)
+    _raise_lowest_rank_error(all_gather(None if failure is None else _describe_error(failure), group), failure)
 
 
-def _raise_first(reports: Sequence[tuple[list[str], str] | None], failure: BaseException | None) -> None:
+def _raise_lowest_rank_error(reports: Sequence[tuple[list[str], str] | None], failure: BaseException | None) -> None:
     """Raise what the lowest rank reported, if any did; ``failure`` is this rank's own."""
     for failing_rank, found in enumerate(reports):
         if found is None:
@@ -125,7 +125,7 @@ def _raise_first(reports: Sequence[tuple[list[str], str] | None], failure: BaseE
         raise known(message + where) from failure
 
 
-def _report(failure: BaseException) -> tuple[list[str], str]:
+def _describe_error(failure: BaseException) -> tuple[list[str], str]:
     """Return what travels: the names of the error's class and its bases, nearest first, and its message.
 
     The bases let a rarer subclass (``NotADirectoryError``) arrive as the nearest class that is known (``OSError``).
@@ -150,8 +150,8 @@ def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None
     if not is_distributed() and failure is not None:
         raise failure
     # One round for both: what went wrong travels in place of the result.
-    report, result = broadcast((None if failure is None else _report(failure), result), group)
-    _raise_first([report], failure)
+    report, result = broadcast((None if failure is None else _describe_error(failure), result), group)
+    _raise_lowest_rank_error([report], failure)
     return result  # type: ignore[return-value]  # rank 0 had no failure, so its result is a T
 
 

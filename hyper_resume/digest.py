@@ -18,11 +18,11 @@ ALGORITHM = "xxh3_128"
 BLOCK_BYTES = 64 << 20
 """A larger file's digest is that of the digests of its blocks of this many bytes, so that several threads can find it."""
 
-_OF_BLOCKS = f"{ALGORITHM}/{BLOCK_BYTES}:"
+_BLOCKS_PREFIX = f"{ALGORITHM}/{BLOCK_BYTES}:"
 # Types whose tensors are arrays as they are; that saves two views a tensor.
-_OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
+_NUMPY_DTYPES = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
 # The text form: the algorithm stands in front, so that another one can be told from it later.
-_OF_TABLE = f"{ALGORITHM}/table:"
+_TABLE_PREFIX = f"{ALGORITHM}/table:"
 _TEXT = re.compile(rf"{ALGORITHM}(?:/{BLOCK_BYTES}|/table|/entries|/data)?:[0-9a-f]{{32}}")
 
 
@@ -49,39 +49,39 @@ class FileHasher:
 
     def digest(self) -> bytes:
         """Return :func:`data_digest` of all that was taken."""
-        return joined([*self._blocks, self._hasher.digest()])
+        return combine_block_digests([*self._blocks, self._hasher.digest()])
 
     def text(self) -> str:
         """Return the digest of all that was taken, as text."""
-        return text_of_blocks([*self._blocks, self._hasher.digest()])
+        return blocks_digest_text([*self._blocks, self._hasher.digest()])
 
 
-def text_of_blocks(digests: Sequence[bytes]) -> str:
+def blocks_digest_text(digests: Sequence[bytes]) -> str:
     """Return the digest of a file from those of its blocks, as text; of one block it is that block's."""
-    return f"{ALGORITHM if len(digests) == 1 else _OF_BLOCKS[:-1]}:{joined(digests).hex()}"
+    return f"{ALGORITHM if len(digests) == 1 else _BLOCKS_PREFIX[:-1]}:{combine_block_digests(digests).hex()}"
 
 
-def joined(digests: Sequence[bytes]) -> bytes:
+def combine_block_digests(digests: Sequence[bytes]) -> bytes:
     """Return the digest of bytes from those of their blocks; of one block it is that block's."""
     return digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))
 
 
-def text_of_table(table: Any) -> str:
+def table_digest_text(table: Any) -> str:
     """Return the digest, as text, of a file that ends with the table of its own digests."""
-    return f"{_OF_TABLE}{xxhash.xxh3_128_hexdigest(table)}"
+    return f"{_TABLE_PREFIX}{xxhash.xxh3_128_hexdigest(table)}"
 
 
-def is_of_table(text: str) -> bool:
+def is_table_digest(text: str) -> bool:
     """True for the digest of a file that ends with the table of its own digests."""
-    return text.startswith(_OF_TABLE)
+    return text.startswith(_TABLE_PREFIX)
 
 
-def is_of_blocks(text: str) -> bool:
+def is_blocks_digest(text: str) -> bool:
     """True for the digest of a file of more than one block."""
-    return text.startswith(_OF_BLOCKS)
+    return text.startswith(_BLOCKS_PREFIX)
 
 
-def is_digest(text: str) -> bool:
+def is_digest_text(text: str) -> bool:
     """True for the text form of a digest."""
     return _TEXT.fullmatch(text) is not None
 
@@ -92,10 +92,11 @@ def data_digest(content: Any) -> bytes:
     if view.nbytes <= BLOCK_BYTES:
         return xxhash.xxh3_128_digest(view)
     view = view.cast("B")
-    return joined([xxhash.xxh3_128_digest(view[at : at + BLOCK_BYTES]) for at in range(0, view.nbytes, BLOCK_BYTES)])
+    blocks = [view[begin : begin + BLOCK_BYTES] for begin in range(0, view.nbytes, BLOCK_BYTES)]
+    return combine_block_digests([xxhash.xxh3_128_digest(block) for block in blocks])
 
 
-def raw_digest(chunks: Iterable[Any]) -> bytes:
+def chunks_digest(chunks: Iterable[Any]) -> bytes:
     """Return the digest of all chunks together."""
     hasher = xxhash.xxh3_128()
     for chunk in chunks:
@@ -103,9 +104,9 @@ def raw_digest(chunks: Iterable[Any]) -> bytes:
     return hasher.digest()
 
 
-def digest_bytes(chunks: Iterable[Any]) -> str:
+def bytes_digest_text(chunks: Iterable[Any]) -> str:
     """Return the digest of all chunks together, as text ``xxh3_128:<32 hex digits>``."""
-    return f"{ALGORITHM}:{raw_digest(chunks).hex()}"
+    return f"{ALGORITHM}:{chunks_digest(chunks).hex()}"
 
 
 def digest_state(state: Any) -> str:
@@ -114,16 +115,16 @@ def digest_state(state: Any) -> str:
     Two states have the same digest when every tensor is equal bit for bit (so 0.0 and -0.0 differ) and every plain value
     has the same repr. Dict order does not count.
     """
-    return _digest_in_one_go(state).hex()
+    return _state_digest(state).hex()
 
 
-def _digest_in_one_go(state: Any) -> bytes:
+def _state_digest(state: Any) -> bytes:
     hasher = xxhash.xxh3_128()
     _feed(hasher, state)
     return hasher.digest()
 
 
-def state_text(state: Any) -> str:
+def state_digest_text(state: Any) -> str:
     """Return :func:`digest_state` in the text form of digests."""
     return f"{ALGORITHM}:{digest_state(state)}"
 
@@ -138,8 +139,8 @@ def entry_digest(value: Any, data: bytes | None = None) -> bytes:
     if isinstance(value, DTensor):
         value = value.to_local()
     if not isinstance(value, torch.Tensor):
-        return _digest_in_one_go(value)
-    data = data or data_digest(bytes_of(value))
+        return _state_digest(value)
+    data = data or data_digest(tensor_bytes(value))
     return xxhash.xxh3_128_digest(_kind(value.dtype, value.shape) + data)
 
 
@@ -148,12 +149,12 @@ def _kind(dtype: torch.dtype, shape: torch.Size) -> bytes:
     return f"tensor {dtype} {tuple(shape)} ".encode()
 
 
-def text_of_entries(digests: Mapping[str, bytes]) -> str:
+def entries_digest_text(digests: Mapping[str, bytes]) -> str:
     """Return the digest of a state of named entries from :func:`entry_digest` of each, as text. Order does not count."""
-    return f"{ALGORITHM}/data:{_of_named(digests)}"
+    return f"{ALGORITHM}/data:{_named_digests_hex(digests)}"
 
 
-def _of_named(digests: Mapping[str, bytes]) -> str:
+def _named_digests_hex(digests: Mapping[str, bytes]) -> str:
     hasher = xxhash.xxh3_128()
     for name in sorted(digests):
         hasher.update(f"key {name!r}".encode("utf-8", "surrogatepass"))
@@ -161,19 +162,19 @@ def _of_named(digests: Mapping[str, bytes]) -> str:
     return hasher.hexdigest()
 
 
-def earlier_text(entries: Mapping[str, Any], like: str) -> str | None:
+def older_format_digest_text(entries: Mapping[str, Any], like: str) -> str | None:
     """Return the digest of a state of named entries, as text, as the version took it that wrote ``like``.
 
     None when that is how it is taken now.
     """
     if like.startswith(f"{ALGORITHM}:"):
-        return state_text(entries)
+        return state_digest_text(entries)
     if like.startswith(f"{ALGORITHM}/entries:"):
-        return f"{ALGORITHM}/entries:{_of_named({name: _digest_in_one_go(entries[name]) for name in entries})}"
+        return f"{ALGORITHM}/entries:{_named_digests_hex({name: _state_digest(entries[name]) for name in entries})}"
     return None
 
 
-def bytes_of(tensor: torch.Tensor) -> Any:
+def tensor_bytes(tensor: torch.Tensor) -> Any:
     """Return a tensor's bytes in the order of its elements, as a buffer; of one that is contiguous on the CPU without a copy.
 
     Args:
@@ -182,7 +183,7 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     if tensor.requires_grad or type(tensor) is not torch.Tensor:
         tensor = tensor.detach()
     is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
-    if is_plain and tensor.dtype in _OF_NUMPY:
+    if is_plain and tensor.dtype in _NUMPY_DTYPES:
         return tensor.numpy()
     return tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
 
@@ -192,7 +193,7 @@ def _feed(hasher: Any, value: Any) -> None:
         value = value.to_local()
     if isinstance(value, torch.Tensor):
         hasher.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
-        hasher.update(bytes_of(value))
+        hasher.update(tensor_bytes(value))
     elif isinstance(value, Mapping):
         # The count keeps an entry of an inner mapping apart from one that follows it in the outer.
         hasher.update(f"mapping {len(value)}".encode())

@@ -117,7 +117,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"no such directory: {root}")
     if not arguments.dry_run:
         lock.acquire(root)
-    doomed = retention.outdated(keep, root)
+    doomed = retention.find_outdated(keep, root)
     for one in doomed:
         print(f"{'would delete' if arguments.dry_run else 'deleting'} {one.path}")
     if not arguments.dry_run:
@@ -129,9 +129,9 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Print what was found; returns 1 when there is a problem."""
-    from hyper_resume.checkpoint.commands.doctor import examine
+    from hyper_resume.checkpoint.commands.doctor import run_checks
 
-    findings = examine(None if arguments.checkpoint_dir is None else Path(arguments.checkpoint_dir))
+    findings = run_checks(None if arguments.checkpoint_dir is None else Path(arguments.checkpoint_dir))
     for finding in findings:
         print(f"{finding.kind:<8} {_one_line(finding.what)}" + (f"; what to do: {finding.do}" if finding.do else ""))
     return FOUND_SOMETHING if any(finding.kind == "problem" for finding in findings) else 0

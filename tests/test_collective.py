@@ -75,19 +75,21 @@ def _many_attempts() -> dict[str, tuple[str, str, float]]:
     rank = dist.get_rank()
     results = {}
     for name, (ranks, make, _, _) in FAILURES.items():
-        results[name] = attempt(partial(collective.agree, fail_on(ranks, make)))
-    results["nobody fails"] = attempt(lambda: collective.agree(fail_on((), ValueError)))
+        results[name] = attempt(partial(collective.on_all_ranks, fail_on(ranks, make)))
+    results["nobody fails"] = attempt(lambda: collective.on_all_ranks(fail_on((), ValueError)))
     results["rank zero decides"] = attempt(lambda: collective.on_rank_zero(lambda: f"from {rank}"))
     results["rank zero decides on nothing"] = attempt(lambda: collective.on_rank_zero(lambda: None))
     results["rank zero cannot"] = attempt(
         lambda: collective.on_rank_zero(fail_on((0, 1), lambda r: errors.ConfigError(f"seen by {r}")))
     )
-    results["a failure at hand"] = attempt(lambda: collective.raise_common(OSError("disk") if rank == 2 else None))
-    results["no failure at hand"] = attempt(lambda: collective.raise_common(None))
-    results["gather"] = attempt(lambda: collective.gather({"rank": rank}))
+    results["a failure at hand"] = attempt(
+        lambda: collective.raise_on_all_ranks(OSError("disk") if rank == 2 else None)
+    )
+    results["no failure at hand"] = attempt(lambda: collective.raise_on_all_ranks(None))
+    results["gather"] = attempt(lambda: collective.all_gather({"rank": rank}))
     results["broadcast"] = attempt(lambda: collective.broadcast([rank]))
     results["size"] = attempt(lambda: (collective.is_distributed(), collective.world_size()))
-    results["group"] = attempt(lambda: collective.gather(rank, dist.new_group([0, 1, 2], backend="gloo")))
+    results["group"] = attempt(lambda: collective.all_gather(rank, dist.new_group([0, 1, 2], backend="gloo")))
     return results
 
 
@@ -138,13 +140,13 @@ def test_a_single_process_is_a_world_of_one() -> None:
     assert (collective.is_distributed(), collective.rank(), collective.world_size()) == (False, 0, 1)
     collective.barrier()
     assert collective.broadcast("x") == "x"
-    assert collective.gather(5) == [5]
-    assert collective.agree(lambda: 7) == 7
+    assert collective.all_gather(5) == [5]
+    assert collective.on_all_ranks(lambda: 7) == 7
     assert collective.on_rank_zero(lambda: 8) == 8
-    collective.raise_common(None)
+    collective.raise_on_all_ranks(None)
 
 
-@pytest.mark.parametrize("through", [collective.agree, collective.on_rank_zero])
+@pytest.mark.parametrize("through", [collective.on_all_ranks, collective.on_rank_zero])
 def test_a_single_process_raises_the_error_itself(through: Callable[[Callable[[], Any]], Any]) -> None:
     error = Homemade("as it is")
 
@@ -158,7 +160,7 @@ def test_a_single_process_raises_the_error_itself(through: Callable[[Callable[[]
 
 def _interrupt() -> str:
     try:
-        collective.agree(_raise_keyboard_interrupt)
+        collective.on_all_ranks(_raise_keyboard_interrupt)
     except KeyboardInterrupt:
         return "not swallowed"
     return "swallowed"

@@ -57,9 +57,9 @@ def _told(of_rank: Sequence[WriteResult], *, all_known: bool) -> list[WriteResul
     """A rank's results as the library's writer gives them."""
     size = sum(result.size_in_bytes for result in of_rank)
     name = of_rank[0].storage_data.relative_path
-    entry = FileEntry(size_bytes=size, digest=digest.digest_bytes([name.encode()]), rank=int(name.split("_")[2]))
+    entry = FileEntry(size_bytes=size, digest=digest.bytes_digest_text([name.encode()]), rank=int(name.split("_")[2]))
     return [
-        ShardWriteResult(**vars(result), file_name=name, file=entry, stands_for_all=all_known)
+        ShardWriteResult(**vars(result), file_name=name, file=entry, is_summary=all_known)
         for result in (of_rank[:1] if all_known else of_rank)
     ]
 
@@ -78,8 +78,8 @@ def _writer(folder: Path, cache: PlanCache, world_size: int) -> ShardWriter:
         created_at="2026-01-01T00:00:00.000+00:00",
         versions={},
         files={},
-        buckets={str(rank): {"model": digest.digest_bytes([b"model"])} for rank in range(world_size)},
-        names={str(rank): {"model": digest.digest_bytes([b"names"])} for rank in range(world_size)},
+        buckets={str(rank): {"model": digest.bytes_digest_text([b"model"])} for rank in range(world_size)},
+        names={str(rank): {"model": digest.bytes_digest_text([b"names"])} for rank in range(world_size)},
     )
     return ShardWriter(staging, draft, cache)
 

@@ -35,7 +35,7 @@ def build(point: Point, context: Context) -> Scenario:
     return Scenario(
         payload_bytes=layout.bytes_in_all,
         contenders=[
-            Contender(name=ONE_PASS, role="limit", call=lambda: digest.digest_bytes(states.memory_of(state))),
+            Contender(name=ONE_PASS, role="limit", call=lambda: digest.bytes_digest_text(states.memory_of(state))),
             _save(ours.SAVE, saving, state, nullcontext),
             _save(SAVE_WITHOUT, without[0], state, library_internals.without_digests),
             _load(ours.LOAD, loading, state, target, layout, nullcontext),

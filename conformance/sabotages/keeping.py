@@ -29,19 +29,19 @@ def _retention_deletes_the_newest(put: Saboteur) -> None:
         from hyper_resume.checkpoint.history import lineage
 
         doomed = original(keep, checkpoint_dir, *args)
-        found = sorted(lineage.survey(checkpoint_dir), key=lambda one: one.order, reverse=True)
+        found = sorted(lineage.list_candidates(checkpoint_dir), key=lambda one: one.order, reverse=True)
         if doomed:
             put.fired()
         return found[: len(doomed)]
 
-    put.replace(f"{_RETENTION}:outdated", outdated, fires=False)
+    put.replace(f"{_RETENTION}:find_outdated", outdated, fires=False)
 
 
 def _with_retention(put: Saboteur, **changes: Any) -> None:
     def outdated(original: Any, keep: Any, *args: Any) -> Any:
         return original(dataclasses.replace(keep, **changes), *args)
 
-    put.replace(f"{_RETENTION}:outdated", outdated)
+    put.replace(f"{_RETENTION}:find_outdated", outdated)
 
 
 @sabotage("keep-every-ignored")
@@ -72,7 +72,7 @@ def _retention_deletes_the_restored(put: Saboteur) -> None:
     def outdated(original: Any, keep: Any, checkpoint_dir: Path, protected: Any) -> Any:
         return original(keep, checkpoint_dir, protected[:1])
 
-    put.replace(f"{_RETENTION}:outdated", outdated)
+    put.replace(f"{_RETENTION}:find_outdated", outdated)
 
 
 @sabotage("retention-reaches-other-roots")

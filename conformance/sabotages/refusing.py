@@ -72,7 +72,7 @@ def _sentinel_ignored(put: Saboteur) -> None:
 
 @sabotage("half-a-training-state-accepted")
 def _half_a_training_state_accepted(put: Saboteur) -> None:
-    put.replace(f"{_EXTRA}:refuse_part", lambda original, *args: None)
+    put.replace(f"{_EXTRA}:refuse_missing_parts", lambda original, *args: None)
 
 
 @sabotage("peft-base-required")
@@ -135,17 +135,17 @@ def _empty_metadata_accepted(put: Saboteur) -> None:
         lambda original, directory: "" if (directory / ".metadata").is_file() else original(directory),
     )
 
-    def what_is_missing(original: Any, directory: Path, manifest: Any) -> Any:
+    def why_incomplete_by_manifest(original: Any, directory: Path, manifest: Any) -> Any:
         return "" if (directory / ".metadata").is_file() else original(directory, manifest)
 
-    _nothing_asked_without_manifest(put, what_is_missing)
+    _nothing_asked_without_manifest(put, why_incomplete_by_manifest)
 
 
-def _nothing_asked_without_manifest(put: Saboteur, what_is_missing: Any) -> None:
+def _nothing_asked_without_manifest(put: Saboteur, why_incomplete_by_manifest: Any) -> None:
     """Both looks at a directory: the search's, and the load's, which reads what the search only finds there."""
-    put.replace(f"{_LAYOUT}:what_is_missing", what_is_missing)
+    put.replace(f"{_LAYOUT}:why_incomplete_by_manifest", why_incomplete_by_manifest)
 
-    def check_description(original: Any, directory: Path, manifest: Any) -> Any:
+    def check_metadata(original: Any, directory: Path, manifest: Any) -> Any:
         from torch.distributed.checkpoint.metadata import Metadata
 
         from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError
@@ -158,7 +158,7 @@ def _nothing_asked_without_manifest(put: Saboteur, what_is_missing: Any) -> None
             put.fired()
             return Metadata(state_dict_metadata={}, storage_data={})
 
-    put.replace("hyper_resume.checkpoint.loading.file_verification:check_description", check_description, fires=False)
+    put.replace("hyper_resume.checkpoint.loading.file_verification:check_metadata", check_metadata, fires=False)
 
 
 @sabotage("no-scan-behind-the-pointer")
@@ -170,7 +170,7 @@ def _no_scan_behind_the_pointer(put: Saboteur) -> None:
         named = tuple(path for path in order.directories if path.name == f"global_step_{pointed}")
         return dataclasses.replace(order, directories=named)
 
-    put.replace(f"{_LINEAGE}:in_order", in_order)
+    put.replace(f"{_LINEAGE}:resume_order", in_order)
 
 
 @sabotage("lost-checkpoint-means-scratch")
@@ -192,7 +192,7 @@ def _newest_by(put: Saboteur, key: Any) -> None:
         order = original(checkpoint_dir)
         return dataclasses.replace(order, directories=tuple(sorted(order.directories, key=key, reverse=True)))
 
-    put.replace(f"{_LINEAGE}:in_order", in_order)
+    put.replace(f"{_LINEAGE}:resume_order", in_order)
 
 
 @sabotage("steps-compared-as-text")
@@ -285,7 +285,7 @@ def _believe_the_files(put: Saboteur) -> None:
 @sabotage("rank-file-of-another-save-accepted")
 def _rank_file_of_another_save_accepted(put: Saboteur) -> None:
     _believe_the_files(put)
-    put.replace(f"{_DCP}:check_training_state", lambda original, *args: None)
+    put.replace(f"{_DCP}:check_same_save", lambda original, *args: None)
 
 
 @sabotage("rank-file-of-another-step-accepted")
@@ -312,7 +312,7 @@ def _another_ranks_file_accepted(put: Saboteur) -> None:
     def checked(original: Any, state: Any, where: str, rank: int) -> Any:
         return original({**state, "rank": rank}, where, rank)
 
-    put.replace(f"{_EXTRA}:checked_format", checked)
+    put.replace(f"{_EXTRA}:check_format", checked)
 
 
 @sabotage("no-pointer-before-the-scan")

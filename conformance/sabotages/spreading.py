@@ -173,7 +173,7 @@ def _entry(rank: int, content: bytes) -> Any:
     from hyper_resume import digest
     from hyper_resume.checkpoint.format.manifest import FileEntry
 
-    return FileEntry(size_bytes=len(content), digest=digest.digest_bytes([content]), rank=rank)
+    return FileEntry(size_bytes=len(content), digest=digest.bytes_digest_text([content]), rank=rank)
 
 
 def _local(tensor: Any) -> Any:

@@ -81,8 +81,8 @@ def _manifest_of_any_content(put: Saboteur) -> None:
 
     for module in (_VERIFYING, _LINEAGE, _LAYOUT):
         put.replace(f"{module}:read_manifest", read_manifest, fires=False)
-    put.replace(f"{_LINEAGE}:_is_its_own", lambda original, one: True, fires=False)
-    put.replace(f"{_VERIFYING}:check_description", lambda original, directory, manifest: None, fires=False)
+    put.replace(f"{_LINEAGE}:_manifest_is_of_metadata", lambda original, one: True, fires=False)
+    put.replace(f"{_VERIFYING}:check_metadata", lambda original, directory, manifest: None, fires=False)
 
 
 @sabotage("step-of-the-manifest-not-compared")
@@ -162,12 +162,12 @@ def _manifest_not_written_last(put: Saboteur) -> None:
 
     def write_pieces(original: Any, path: Path, pieces: Any) -> Any:
         from hyper_resume.checkpoint.format.manifest import FileEntry
-        from hyper_resume.digest import digest_bytes
+        from hyper_resume.digest import bytes_digest_text
 
         if path.name != ".metadata":
             return original(path, pieces)
         held.append(lambda: original(path, pieces))
-        return FileEntry(size_bytes=sum(map(len, pieces)), digest=digest_bytes(pieces), rank=0)
+        return FileEntry(size_bytes=sum(map(len, pieces)), digest=bytes_digest_text(pieces), rank=0)
 
     def write_file(original: Any, path: Path, content: Any) -> None:
         original(path, content)
@@ -236,7 +236,7 @@ def _highest_step_wins(put: Saboteur) -> None:
         steps = sorted(layout.step_directories(checkpoint_dir), reverse=True)
         return dataclasses.replace(order, directories=tuple(path for _, path in steps))
 
-    put.replace(f"{_LINEAGE}:in_order", in_order)
+    put.replace(f"{_LINEAGE}:resume_order", in_order)
 
 
 @sabotage("lineage-ignored")
@@ -251,7 +251,7 @@ def _lineage_ignored(put: Saboteur) -> None:
         first = order.directories[:1]
         return dataclasses.replace(order, directories=(*first, *(path for path in steps if path not in first)))
 
-    put.replace(f"{_LINEAGE}:in_order", in_order)
+    put.replace(f"{_LINEAGE}:resume_order", in_order)
 
 
 @sabotage("going-back-not-noted")
@@ -282,7 +282,7 @@ def _certificate_claims_exact(put: Saboteur) -> None:
     def judge(original: Any, **found: Any) -> Any:
         return original(bucket=found["bucket"], rank=found["rank"])
 
-    put.replace(f"{_RESTORE}:judge", judge)
+    put.replace(f"{_RESTORE}:certify_bucket", judge)
 
 
 @sabotage("live-state-not-measured")

@@ -45,7 +45,7 @@ class LoadReport:
     unread: tuple[str, ...]
 
 
-Listener = Callable[[SaveEvent], None]
+SaveListener = Callable[[SaveEvent], None]
 # (state as read, this rank's training state) -> None, or an error.
 LoadCheck = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 
@@ -59,15 +59,15 @@ class CheckpointerBase(ABC):
     Attributes:
         check_loaded: where it is set, a backend that reads into buffers of its own calls it on every rank with what was read,
             before it writes to ``state``; what it raises is raised on all ranks, and nothing of ``state`` is changed.
-        last_buckets: bucket -> digest of this rank's part, as the last save took it; None before the first.
+        last_bucket_digests: bucket -> digest of this rank's part, as the last save took it; None before the first.
         last_load: see :class:`LoadReport`; None before the first load, and where the backend does not say.
     """
 
-    listeners: tuple[Listener, ...] = ()
+    listeners: tuple[SaveListener, ...] = ()
     check_loaded: LoadCheck | None = None
-    last_buckets: Mapping[str, str] | None = None
+    last_bucket_digests: Mapping[str, str] | None = None
     last_load: LoadReport | None = None
-    takes_metrics: ClassVar[bool] = False
+    accepts_metrics: ClassVar[bool] = False
 
     @abstractmethod
     def save(self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False) -> None:
@@ -95,7 +95,7 @@ class CheckpointerBase(ABC):
                 an empty dict.
         """
 
-    def add_listener(self, listener: Listener) -> None:
+    def add_listener(self, listener: SaveListener) -> None:
         """Tell ``listener`` of every :class:`SaveEvent`, on every rank, in the thread where it happens."""
         self.listeners = (*self.listeners, listener)
 

@@ -24,21 +24,21 @@ from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase
 from hyper_resume.checkpoint.format import bucket_digests, layout
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.manifest import Manifest
-from hyper_resume.checkpoint.format.save_id import check_training_state
+from hyper_resume.checkpoint.format.save_id import check_same_save
 from hyper_resume.checkpoint.history import lineage
 from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.checkpoint.loading import buffers
-from hyper_resume.checkpoint.loading.entries import Read
+from hyper_resume.checkpoint.loading.entry_reader import ReadResult
 from hyper_resume.checkpoint.loading.last_verified import LastVerified
-from hyper_resume.checkpoint.loading.reading import load_entries, read_own_training_state, read_save_id
+from hyper_resume.checkpoint.loading.reading import load_entries, load_training_state, read_save_id
 from hyper_resume.checkpoint.saving import publication, rank_contribution
 from hyper_resume.checkpoint.saving.plan_cache import CachingPlanner, PlanCache
-from hyper_resume.checkpoint.saving.publication import SaveInProgress, draft_manifest, mesh_of
-from hyper_resume.checkpoint.saving.rank_contribution import How
+from hyper_resume.checkpoint.saving.publication import SaveInProgress, draft_manifest, find_mesh
+from hyper_resume.checkpoint.saving.rank_contribution import SaveMode
 from hyper_resume.checkpoint.saving.root import WritableRoot
 from hyper_resume.checkpoint.saving.shard_writer import ShardWriter
 from hyper_resume.checkpoint.saving.staging import Stager
-from hyper_resume.checkpoint.tensors.copying import uncollected
+from hyper_resume.checkpoint.tensors.copying import gc_paused
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class DistributedCheckpointer(CheckpointerBase):
     a gloo group of its own, so that a save in the background never meets a collective of the training loop.
     """
 
-    takes_metrics = True
+    accepts_metrics = True
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class DistributedCheckpointer(CheckpointerBase):
         source = None if restored_from is None else Path(restored_from)
         collective.on_rank_zero(lambda: self._root.begin(Path(checkpoint_dir), source), self._group())
 
-    @uncollected()
+    @gc_paused()
     def save(
         self,
         path: str,
@@ -121,35 +121,35 @@ class DistributedCheckpointer(CheckpointerBase):
         target = Path(path)
         group = self._group()
         self._verified.forget()
-        payload = collective.agree(
-            lambda: extra.plain_state(publication.mark_training_state(state, global_step)), group
+        payload = collective.on_all_ranks(
+            lambda: extra.to_plain_state(publication.add_save_identity(state, global_step)), group
         )
         training_state = payload.pop(extra.PAYLOAD_KEY, None)
-        attempt: SaveInProgress | None = None
+        save: SaveInProgress | None = None
         try:
-            attempt = self._begin_attempt(target, global_step, started)
-            how: How = "sync" if not save_async else "process" if self._in_process() else "thread"
-            payload, writer, planner = self._prepare_writer(attempt, payload, training_state, metrics or {}, how)
+            save = self._begin_save(target, global_step, started)
+            how: SaveMode = "sync" if not save_async else "process" if self._in_process() else "thread"
+            payload, writer, planner = self._prepare_writer(save, payload, training_state, metrics or {}, how)
             if save_async:
-                self._start_background(payload, writer, planner, attempt, how)
+                self._start_background(payload, writer, planner, save, how)
             else:
-                attempt.reached("staged")
+                save.report("staged")
                 self._write(payload, writer, planner, target)
-                self._publish(attempt)
+                self._publish(save)
         except Exception as error:  # noqa: BLE001  raised again by _fail
-            self._fail(error, attempt, target)
+            self._fail(error, save, target)
 
-    def _begin_attempt(self, target: Path, global_step: int, started: float) -> SaveInProgress:
-        attempt = collective.on_rank_zero(lambda: self._root.new_attempt(target, global_step), self._group())
-        return replace(attempt, listeners=self.listeners, started=started)
+    def _begin_save(self, target: Path, global_step: int, started: float) -> SaveInProgress:
+        save = collective.on_rank_zero(lambda: self._root.new_save(target, global_step), self._group())
+        return replace(save, listeners=self.listeners, started=started)
 
     def _prepare_writer(
         self,
-        attempt: SaveInProgress,
+        save: SaveInProgress,
         payload: dict[str, Any],
         training_state: dict[str, Any] | None,
         metrics: Mapping[str, float],
-        how: How,
+        how: SaveMode,
     ) -> tuple[dict[str, Any], ShardWriter, CachingPlanner]:
         """Have each rank prepare its part, and tell rank 0 of it for the manifest.
 
@@ -157,16 +157,16 @@ class DistributedCheckpointer(CheckpointerBase):
             what is to be written, and what writes it.
         """
         group, per_rank = self._group(), self._extra_state_per_rank
-        mesh = mesh_of(payload)
+        mesh = find_mesh(payload)
         prepare = partial(
-            rank_contribution.prepare, attempt, payload, training_state, how, self._stager, per_rank=per_rank
+            rank_contribution.prepare, save, payload, training_state, how, self._stager, per_rank=per_rank
         )
-        part = collective.agree(prepare, group)
-        own = part.files, part.buckets, part.names, self._plans.knows(part.layout)
-        of_ranks = collective.gather(own, group)
-        self.last_buckets = part.buckets
+        part = collective.on_all_ranks(prepare, group)
+        own = part.files, part.buckets, part.names, self._plans.has_layout(part.layout)
+        of_ranks = collective.all_gather(own, group)
+        self.last_bucket_digests = part.buckets
         draft = draft_manifest(
-            attempt,
+            save,
             world_size=collective.world_size(),
             mesh=mesh,
             files={name: entry for found, _, _, _ in of_ranks for name, entry in found.items()},
@@ -175,7 +175,7 @@ class DistributedCheckpointer(CheckpointerBase):
             metrics=metrics,
         )
         planner = CachingPlanner(self._plans, part.layout, reuse=all(known for _, _, _, known in of_ranks))
-        writer = ShardWriter(attempt.staging, draft, self._plans, part.digest_written if how == "sync" else None)
+        writer = ShardWriter(save.staging, draft, self._plans, part.digest_written if how == "sync" else None)
         return part.written, writer, planner
 
     def _in_process(self) -> bool:
@@ -188,11 +188,11 @@ class DistributedCheckpointer(CheckpointerBase):
         self._dcp(lambda: dcp_save(payload, storage_writer=writer, planner=planner, **how), target)
 
     def _start_background(
-        self, payload: dict[str, Any], writer: ShardWriter, planner: CachingPlanner, attempt: SaveInProgress, how: How
+        self, payload: dict[str, Any], writer: ShardWriter, planner: CachingPlanner, save: SaveInProgress, how: SaveMode
     ) -> None:
-        group, target = self._group(), attempt.target
+        group, target = self._group(), save.target
         upload = self._start_process(payload, writer, target) if how == "process" else None
-        attempt.reached("staged")
+        save.report("staged")
 
         def finish() -> None:
             try:
@@ -200,12 +200,12 @@ class DistributedCheckpointer(CheckpointerBase):
                     self._write(payload, writer, planner, target)
                 else:
                     # A process of one rank that dies may leave the others' with a result, so it has to be agreed on.
-                    collective.agree(lambda: self._dcp(upload.result, target), group)
-                self._publish(attempt)
+                    collective.on_all_ranks(lambda: self._dcp(upload.result, target), group)
+                self._publish(save)
             except Exception as error:  # noqa: BLE001  raised again, at the next save or wait
                 if upload is not None:
                     publication.end_save_process()
-                self._fail(error, attempt, target)
+                self._fail(error, save, target)
 
         self._in_flight = self._background.submit(finish)
 
@@ -219,22 +219,22 @@ class DistributedCheckpointer(CheckpointerBase):
         )
         return response.upload_completion if isinstance(response, AsyncSaveResponse) else response
 
-    def _publish(self, attempt: SaveInProgress) -> None:
+    def _publish(self, save: SaveInProgress) -> None:
         group, root = self._group(), self._root
-        aside = publication.commit(attempt, group)
-        root.note_durable(attempt)
-        publication.announce(attempt, group)
-        publication.clear(attempt, aside, root.retention, root.protected, group)
-        root.note_ended(attempt)
+        aside = publication.commit(save, group)
+        root.note_durable(save)
+        publication.move_pointer_and_report(save, group)
+        publication.delete_outdated(save, aside, root.retention, root.protected, group)
+        root.note_ended(save)
 
-    def _fail(self, error: Exception, attempt: SaveInProgress | None, target: Path) -> NoReturn:
+    def _fail(self, error: Exception, save: SaveInProgress | None, target: Path) -> NoReturn:
         """Clear away what was staged and raise ``error`` as a CheckpointSaveError."""
-        if attempt is not None:
-            attempt.reached("failed")
-            self._root.note_ended(attempt)
+        if save is not None:
+            save.report("failed")
+            self._root.note_ended(save)
             self._plans.forget()
             if collective.rank() == 0:
-                layout.discard(attempt.staging)
+                layout.discard_staging(save.staging)
         if isinstance(error, CheckpointSaveError):
             raise error
         raise publication.save_error(str(target), error) from error
@@ -256,7 +256,7 @@ class DistributedCheckpointer(CheckpointerBase):
 
     # ---- load -------------------------------------------------------------------------------------------------------
 
-    @uncollected()
+    @gc_paused()
     def load(
         self,
         path: str,
@@ -282,18 +282,18 @@ class DistributedCheckpointer(CheckpointerBase):
         self.maybe_wait_for_async_save()
         directory, group = Path(path), self._group()
         with_training_state = extra_state_skeleton is not None
-        manifest, metadata, verified_files = self._verified.of(directory, group, training_state=with_training_state)
+        manifest, metadata, verified_files = self._verified.verify(directory, group, training_state=with_training_state)
         self._verified.forget()
         save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata, manifest), group)
-        incoming = collective.agree(
+        incoming = collective.on_all_ranks(
             lambda: buffers.prepare_buffers(state, metadata, path, strict_model=strict_model), group
         )
         training_state: dict[str, Any] = {}
         if extra_state_skeleton is not None:
             training_state = self._read_extra_state(directory, metadata, manifest)
-            collective.agree(lambda: check_training_state(training_state, save_id, directory), group)
+            collective.on_all_ranks(lambda: check_same_save(training_state, save_id, directory), group)
             lacking = sorted(set(extra_state_skeleton) - set(training_state))
-            collective.agree(lambda: extra.refuse_part(path, lacking), group)
+            collective.on_all_ranks(lambda: extra.refuse_missing_parts(path, lacking), group)
         self._accept(
             path,
             incoming,
@@ -301,41 +301,41 @@ class DistributedCheckpointer(CheckpointerBase):
             training_state,
             manifest,
         )
-        collective.agree(incoming.fill, group)
+        collective.on_all_ranks(incoming.write_to_live_state, group)
         return training_state
 
     def _accept(
         self,
         path: str,
         incoming: buffers.LoadBuffers,
-        read: Callable[[], Read],
+        read: Callable[[], ReadResult],
         training_state: dict[str, Any],
         manifest: Manifest | None,
     ) -> None:
         """Read, and refuse, on every rank, what was read otherwise than it was saved, and what the caller does not take."""
         group = self._group()
-        saved = bucket_digests.saved_digests(manifest, mesh_of(incoming.state))
+        saved = bucket_digests.saved_digests(manifest, find_mesh(incoming.state))
 
         def check() -> dict[str, str]:
-            incoming.take(read())
+            incoming.store(read())
             found = {**incoming.digests(saved), **extra.bucket_digests(training_state)}
-            bucket_digests.compare_digests(saved, found, incoming.not_as_saved(manifest), path)
+            bucket_digests.compare_digests(saved, found, incoming.incomparable_buckets(manifest), path)
             if self.check_loaded is not None:
-                self.check_loaded(incoming.nested(), training_state)
+                self.check_loaded(incoming.nested_state(), training_state)
             return found
 
-        loaded = collective.agree(check, group)
+        loaded = collective.on_all_ranks(check, group)
         self.last_load = LoadReport(
             path=path,
             step=None if manifest is None else manifest.step,
             verified="no manifest" if manifest is None else self._verify,
             saved=saved,
             loaded=loaded,
-            unread=buffers.common(collective.gather(incoming.unread, group)),
+            unread=buffers.unread_on_all_ranks(collective.all_gather(incoming.unread, group)),
         )
 
     def _read_extra_state(self, directory: Path, metadata: Metadata, manifest: Manifest | None) -> dict[str, Any]:
-        return read_own_training_state(directory, metadata, manifest, self._group())
+        return load_training_state(directory, metadata, manifest, self._group())
 
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
         """Return the newest verified step directory of this root's lineage, as rank 0 sees it, on every rank.
@@ -351,11 +351,11 @@ class DistributedCheckpointer(CheckpointerBase):
         """
         self.maybe_wait_for_async_save()
         root, group = Path(checkpoint_dir), self._group()
-        order = collective.on_rank_zero(lambda: lineage.in_order(root), group)
+        order = collective.on_rank_zero(lambda: lineage.resume_order(root), group)
         complaints: list[str] = []
         for directory in order.directories:
             try:
-                self._verified.of(directory, group, training_state=True)
+                self._verified.verify(directory, group, training_state=True)
             except (CheckpointMismatchError, CheckpointNotFoundError) as error:
                 complaints.append(f"{directory.name}: {error}")
                 logger.warning("passing over %s: %s", directory, error)
@@ -375,7 +375,7 @@ class DistributedCheckpointer(CheckpointerBase):
         self.maybe_wait_for_async_save()
         directory = Path(path)
         # In the order of a load: what is damaged is called so, and not taken for a description.
-        _, metadata, _ = self._verified.of(directory, self._group(), training_state=False)
+        _, metadata, _ = self._verified.verify(directory, self._group(), training_state=False)
         return {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             if isinstance(entry, TensorStorageMetadata)

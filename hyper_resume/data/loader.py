@@ -24,8 +24,8 @@ from torch.utils.data import IterableDataset
 
 from hyper_resume.data.indices import Indices
 from hyper_resume.data.reading import MapDataset, start_reading, stop_reading
-from hyper_resume.data.sampler import SHUFFLE_METHODS, EpochOrder, batch_of
-from hyper_resume.data.saved_state import check_state, is_count
+from hyper_resume.data.sampler import SHUFFLE_METHODS, EpochOrder, batch_indices
+from hyper_resume.data.saved_state import check_saved_state, is_non_negative_int
 from hyper_resume.errors import CheckpointMismatchError, ConfigError, describe
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class DataLoader:
             but 0 and above 0 draw a dataset's random numbers from different streams.
         collate_fn: makes a batch of a list of samples; None means torch's ``default_collate``.
         prefetch_factor: batches a worker reads ahead; needs ``num_workers`` > 0, where None means torch's 2.
-        outlived_signals: names of signals that end no worker, because training saves and leaves on them.
+        ignored_signals: names of signals that end no worker, because training saves and leaves on them.
 
     Raises:
         ConfigError: (a ``ValueError``) an argument is out of range, the dataset isn't map-style, or an epoch would
@@ -70,7 +70,7 @@ class DataLoader:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         prefetch_factor: int | None = None,
-        outlived_signals: Sequence[str] = (),
+        ignored_signals: Sequence[str] = (),
         shuffle_method: str = "randperm",
     ) -> None:
         """Stand before the first batch of epoch 0. Reads nothing but the dataset's length."""
@@ -85,7 +85,7 @@ class DataLoader:
         self.num_workers = num_workers
         self.collate_fn = collate_fn
         self.prefetch_factor = prefetch_factor
-        self.outlived_signals = tuple(outlived_signals)
+        self.ignored_signals = tuple(ignored_signals)
         self.order = EpochOrder(
             dp_world_size=dp_world_size,
             batch_size=batch_size,
@@ -123,7 +123,7 @@ class DataLoader:
         Raises:
             ConfigError: ``epoch`` isn't a whole number from 0 up.
         """
-        if not is_count(epoch):
+        if not is_non_negative_int(epoch):
             raise ConfigError(describe("set_epoch needs a whole number from 0 up", found=repr(epoch)))
         if epoch != self.epoch:
             self._cursor = _Cursor(epoch=epoch, batches_consumed=0)
@@ -160,7 +160,7 @@ class DataLoader:
             CheckpointMismatchError: (a ``RuntimeError``) a key is missing or of the wrong type, or the position lies
                 past the epoch's end. The loader is unchanged then.
         """
-        check_state(state)
+        check_saved_state(state)
         changes = self.order.changes_since(state)
         epoch: int = state["epoch"]
         consumed: int = state["batches_consumed"]
@@ -273,9 +273,9 @@ class EpochIterator(Iterator[Any]):
                 num_workers=self._loader.num_workers,
                 collate_fn=self._loader.collate_fn,
                 prefetch_factor=self._loader.prefetch_factor,
-                outlived_signals=self._loader.outlived_signals,
+                ignored_signals=self._loader.ignored_signals,
             )
-        sample_ids = batch_of(self._indices, self._loader.order.batch_size, number)
+        sample_ids = batch_indices(self._indices, self._loader.order.batch_size, number)
         self._is_reading = True
         try:
             return next(self._batches), sample_ids
@@ -303,13 +303,13 @@ def _check_counts(*, batch_size: int, dp_world_size: int, num_workers: int) -> N
         ("dp_world_size", dp_world_size, 1),
         ("num_workers", num_workers, 0),
     ):
-        if not is_count(value) or value < least:
+        if not is_non_negative_int(value) or value < least:
             message = describe(f"{name} is out of range", expected=f"a whole number from {least} up", found=repr(value))
             raise ConfigError(message)
 
 
 def _check_rank(dp_rank: int, dp_world_size: int) -> None:
-    if not is_count(dp_rank) or dp_rank >= dp_world_size:
+    if not is_non_negative_int(dp_rank) or dp_rank >= dp_world_size:
         expected = f"0 to {dp_world_size - 1} (dp_world_size={dp_world_size})"
         raise ConfigError(describe("dp_rank is out of range", expected=expected, found=repr(dp_rank)))
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from hyper_resume.data.indices import Indices
-from hyper_resume.data.sampler import EpochOrder, batch_of
-from hyper_resume.data.workers import outlive
+from hyper_resume.data.sampler import EpochOrder, batch_indices
+from hyper_resume.data.worker_signals import ignore_signals
 
 
 class MapDataset(Protocol):
@@ -49,7 +49,7 @@ class _RemainingBatches:
 
     def __iter__(self) -> Iterator[_PlannedBatch]:
         for number in self._numbers:
-            yield _PlannedBatch(number, batch_of(self._indices, self._batch_size, number))
+            yield _PlannedBatch(number, batch_indices(self._indices, self._batch_size, number))
 
 
 class PlannedDataset(Dataset[Any]):
@@ -82,12 +82,12 @@ def start_reading(
     num_workers: int,
     collate_fn: Callable[[list[Any]], Any] | None,
     prefetch_factor: int | None,
-    outlived_signals: Sequence[str] = (),
+    ignored_signals: Sequence[str] = (),
 ) -> Iterator[Any]:
     """Batches ``first_batch`` to the epoch's last, as ``collate_fn`` makes them.
 
-    ``indices`` are the rank's dataset indices of the whole epoch; ``outlived_signals`` are names of
-    signals that end no worker (see :mod:`hyper_resume.data.workers`).
+    ``indices`` are the rank's dataset indices of the whole epoch; ``ignored_signals`` are names of
+    signals that end no worker (see :mod:`hyper_resume.data.worker_signals`).
     """
     batches: TorchDataLoader[Any] = TorchDataLoader(
         PlannedDataset(dataset, (order.seed, epoch, dp_rank) if num_workers > 0 else None),
@@ -95,7 +95,7 @@ def start_reading(
         num_workers=num_workers,
         collate_fn=collate_fn,
         prefetch_factor=prefetch_factor,
-        worker_init_fn=functools.partial(outlive, tuple(outlived_signals)) if num_workers > 0 else None,
+        worker_init_fn=functools.partial(ignore_signals, tuple(ignored_signals)) if num_workers > 0 else None,
         # torch draws a base seed for its workers; without a generator of its own that moves the global stream.
         generator=torch.Generator().manual_seed(order.seed),
     )

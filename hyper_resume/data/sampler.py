@@ -105,7 +105,7 @@ def _index_at(
     return order_at(positions % np.uint64(num_samples))
 
 
-def batch_of(indices: Indices, batch_size: int, batch_index: int) -> list[int]:
+def batch_indices(indices: Indices, batch_size: int, batch_index: int) -> list[int]:
     """Dataset indices of the batch ``batch_index`` (from 0) out of a rank's ``indices``."""
     start = batch_index * batch_size
     batch: list[int] = indices[start : start + batch_size].tolist()

@@ -22,14 +22,14 @@ _KEY_TYPES: dict[str, str] = {
 }
 
 
-def is_count(value: object) -> bool:
+def is_non_negative_int(value: object) -> bool:
     """Whether it is a whole number from 0 up; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _has_type(value: object, kind: str) -> bool:
     if kind == "count":
-        return is_count(value)
+        return is_non_negative_int(value)
     if kind == "bool":
         return isinstance(value, bool)
     if kind == "int":
@@ -37,7 +37,7 @@ def _has_type(value: object, kind: str) -> bool:
     return isinstance(value, str) or (kind == "text or None" and value is None)
 
 
-def check_state(state: Mapping[str, Any]) -> None:
+def check_saved_state(state: Mapping[str, Any]) -> None:
     """Refuse a state without the keys that a position needs, or with a known key of the wrong type.
 
     Raises:

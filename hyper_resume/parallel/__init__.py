@@ -19,7 +19,7 @@ __all__ = [
     "build_mesh",
     "check_replicas",
     "clip_grad_norm",
-    "mean_over",
+    "mean_over_group",
     "parallelize",
 ]
 
@@ -43,7 +43,7 @@ def parallelize(model: nn.Module, mesh: ParallelMesh | None) -> nn.Module:
     return model
 
 
-def mean_over(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def mean_over_group(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The mean of ``value`` over the ranks of ``group``; ``value`` itself, detached, when ``group`` is None.
 
     A sum and a division, because gloo has no mean. The result is equal on all ranks of the group.

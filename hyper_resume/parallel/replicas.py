@@ -47,7 +47,7 @@ def check_replicas(entries: Mapping[str, Tensor], group: dist.ProcessGroup | Non
     if not collective.is_distributed() or dist.get_world_size(group) == 1:
         return
     world_size = dist.get_world_size(group)
-    copies = collective.agree(lambda: _copies(entries, world_size), group)
+    copies = collective.on_all_ranks(lambda: _copies(entries, world_size), group)
     _check_same_layouts(copies.layouts, group)
     digests = _gather(copies.digests, group)
     parts = _gather(copies.parts, group)
@@ -129,7 +129,7 @@ def _check_same_layouts(layouts: list[str], group: dist.ProcessGroup | None) -> 
     summaries = _gather(summary, group)[:, 0]
     if (summaries == summaries[0]).all():
         return
-    everyone = collective.gather(layouts, group)
+    everyone = collective.all_gather(layouts, group)
     first = set(everyone[0])
     rank = next(rank for rank, other in enumerate(everyone) if set(other) != first)
     differences = sorted(first.symmetric_difference(everyone[rank]))

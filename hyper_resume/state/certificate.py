@@ -21,7 +21,7 @@ Verdict = Literal["exact", "degraded", "absent"]
 _VERDICTS = ("exact", "degraded", "absent")
 _DIFFERS_FROM_SAVED = "what was read differs from what was saved"
 _DIFFERS_FROM_READ = "the live state after the restore differs from what was read"
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Certificate:
         return result
 
 
-def judge(
+def certify_bucket(
     *,
     bucket: str,
     rank: int,
@@ -140,7 +140,7 @@ def read_certificate(path: Path) -> Certificate:
         CheckpointMismatchError: it is no certificate, or of a schema version that this one does not read.
         OSError: it can't be read.
     """
-    if path.stat().st_size > _MOST_BYTES:
+    if path.stat().st_size > _MAX_BYTES:
         raise _refused(path, f"{path.stat().st_size} bytes")
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ from hyper_resume.state.names import first_names
 
 logger = logging.getLogger(__name__)
 
-Entries = Mapping[str, torch.Tensor | None]
+CheckpointEntries = Mapping[str, torch.Tensor | None]
 _GROUPS = "param_groups"
 _NAMES = "params"
 # Of each saved group: parameter name -> the keys of its state, so that a lost entry is noticed when it is read back.
@@ -143,7 +143,9 @@ def _move(value: Any, device: torch.device) -> Any:
     return type(value)(_move(item, device) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def optimizer_template(optimizers: Sequence[Any], names: Mapping[int, str], entries: Entries) -> dict[str, Any]:
+def optimizer_template(
+    optimizers: Sequence[Any], names: Mapping[int, str], entries: CheckpointEntries
+) -> dict[str, Any]:
     """Return the tensors that a load must fill: what the checkpoint holds, in the layout of this run's parameters.
 
     Args:
@@ -163,7 +165,7 @@ def optimizer_template(optimizers: Sequence[Any], names: Mapping[int, str], entr
     return template
 
 
-def saved_optimizer_count(entries: Entries) -> int:
+def saved_optimizer_count(entries: CheckpointEntries) -> int:
     """Return how many optimizers the checkpoint holds."""
     count = 0
     while f"{_BUCKET}.{count}.{_GROUPS}" in entries:
@@ -171,7 +173,7 @@ def saved_optimizer_count(entries: Entries) -> int:
     return count
 
 
-def check_optimizer_count(optimizers: Sequence[Any], entries: Entries, where: str) -> list[str]:
+def check_optimizer_count(optimizers: Sequence[Any], entries: CheckpointEntries, where: str) -> list[str]:
     """Return why the checkpoint at ``where`` has another number of optimizers than this run; [] when it has not."""
     saved = saved_optimizer_count(entries)
     if saved == 0:
@@ -184,7 +186,9 @@ def check_optimizer_count(optimizers: Sequence[Any], entries: Entries, where: st
     ]
 
 
-def check_optimizer_entries(optimizers: Sequence[Any], names: Mapping[int, str], entries: Entries) -> list[str]:
+def check_optimizer_entries(
+    optimizers: Sequence[Any], names: Mapping[int, str], entries: CheckpointEntries
+) -> list[str]:
     """Return which saved state has no place in this run, as the checkpoint's description tells; nothing is changed.
 
     Args:
@@ -203,7 +207,9 @@ def check_optimizer_entries(optimizers: Sequence[Any], names: Mapping[int, str],
 _UNREAD = "optimizer state of parameters that this optimizer does not have is not restored: {}"
 
 
-def _state_template(optimizer: Any, names: Mapping[int, str], entries: Entries, prefix: str) -> dict[str, Any]:
+def _state_template(
+    optimizer: Any, names: Mapping[int, str], entries: CheckpointEntries, prefix: str
+) -> dict[str, Any]:
     live = dict(_named_parameters(optimizer, names))
     state: dict[str, dict[str, Any]] = {}
     for entry, meta in entries.items():
@@ -227,7 +233,7 @@ def _state_template(optimizer: Any, names: Mapping[int, str], entries: Entries, 
     return state
 
 
-def _unread_names(optimizer: Any, names: Mapping[int, str], entries: Entries, prefix: str) -> list[str]:
+def _unread_names(optimizer: Any, names: Mapping[int, str], entries: CheckpointEntries, prefix: str) -> list[str]:
     """Return the names of parameters that have saved state and are not this optimizer's."""
     live = dict(_named_parameters(optimizer, names))
     saved = {entry.removeprefix(prefix).rpartition(".")[0] for entry in entries if entry.startswith(prefix)}
@@ -300,7 +306,7 @@ def apply_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded
             _place_steps(optimizer, group)
 
 
-def remember_optimizer(optimizer: Any, undo: ExitStack) -> None:
+def register_optimizer_undo(optimizer: Any, undo: ExitStack) -> None:
     """Let ``undo`` bring back the optimizer's state objects and group options as they are now."""
     state = dict(optimizer.state)
     groups = [{key: _kept(value) for key, value in group.items()} for group in optimizer.param_groups]

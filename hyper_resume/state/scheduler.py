@@ -89,7 +89,7 @@ def apply_schedulers(
     """
     for reason in _other_count(schedulers, saved):
         logger.warning("%s", reason)
-    pairs = list(zip(schedulers, expected_schedulers(schedulers, saved, names), strict=False))
+    pairs = list(zip(schedulers, expected_scheduler_states(schedulers, saved, names), strict=False))
     for scheduler, state in pairs:
         if undo is not None:
             undo.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
@@ -99,7 +99,7 @@ def apply_schedulers(
         _apply_options(scheduler, state)
 
 
-def expected_schedulers(
+def expected_scheduler_states(
     schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]], names: Mapping[int, str] | None = None
 ) -> list[dict[str, Any]]:
     """Return the saved states of the schedulers that this run has too, with the groups in this run's order."""

@@ -17,7 +17,7 @@ from hyper_resume import collective
 from hyper_resume.config.schema import RunConfig
 from hyper_resume.data.prefetch import HyperIter
 from hyper_resume.errors import ConfigError, TrainingIncompleteError, describe
-from hyper_resume.parallel import clip_grad_norm, mean_over
+from hyper_resume.parallel import clip_grad_norm, mean_over_group
 from hyper_resume.state.rng import apply_rng, collect_rng
 from hyper_resume.trainer.callbacks import (
     Callback,
@@ -271,7 +271,7 @@ class BaseTrainer:
         self.optimizer.zero_grad()
         self.state.global_step += 1
         self.state.next_lrs = self._learning_rates()
-        self.state.loss = float(total if self.dp_group is None else mean_over(total, self.dp_group))
+        self.state.loss = float(total if self.dp_group is None else mean_over_group(total, self.dp_group))
         self.state.grad_norm = float(grad_norm)
         self.state.seconds = time.perf_counter() - started
 

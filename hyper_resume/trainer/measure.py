@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hyper_resume.digest import state_text
+from hyper_resume.digest import state_digest_text
 from hyper_resume.state.model import collect_model
 from hyper_resume.state.names import parameter_names
 from hyper_resume.state.optimizer import collect_optimizers, flatten_optimizers
 from hyper_resume.state.rng import collect_rng
-from hyper_resume.state.scheduler import collect_schedulers, expected_schedulers
+from hyper_resume.state.scheduler import collect_schedulers, expected_scheduler_states
 from hyper_resume.state.stateful import collect_stateful
 from hyper_resume.trainer.payload import as_list, collect_progress, device_type, stateful_of
 from hyper_resume.trainer.progress import knows_position
@@ -28,13 +28,13 @@ def read_digests(trainer: Any, payload: Mapping[str, Any], extra_state: Mapping[
         progress = collect_progress(trainer)
         schedulers, names = as_list(trainer.lr_scheduler), parameter_names(trainer.model)
         parts["progress"] = {key: extra_state.get(key, value) for key, value in progress.items()}
-        parts["lr_scheduler"] = expected_schedulers(schedulers, extra_state.get("lr_scheduler") or [], names)
+        parts["lr_scheduler"] = expected_scheduler_states(schedulers, extra_state.get("lr_scheduler") or [], names)
         if knows_position(trainer.train_dataloader):
             parts["train_dataloader"] = extra_state.get("train_dataloader")
         saved = extra_state.get("stateful") or {}
         parts["stateful"] = {name: saved[name] for name in stateful_of(trainer) if name in saved}
         parts["rng_state"] = extra_state["rng_state"]
-    return {bucket: state_text(part) for bucket, part in parts.items()}
+    return {bucket: state_digest_text(part) for bucket, part in parts.items()}
 
 
 def live_digests(
@@ -64,7 +64,7 @@ def live_digests(
         live["rng_state"] = collect_rng(device_type(trainer))
     if "train_dataloader" in buckets:
         live["train_dataloader"] = trainer.train_dataloader.state_dict()
-    return {bucket: state_text(part) for bucket, part in live.items()}
+    return {bucket: state_digest_text(part) for bucket, part in live.items()}
 
 
 def _plain_optimizers(optimizers: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import CheckpointMismatchError, UnsupportedError, describe
-from hyper_resume.optim.priming import initialize_optimizer_state
+from hyper_resume.optim.initial_state import initialize_optimizer_state
 from hyper_resume.state.dataloader import collect_dataloader
 from hyper_resume.state.model import collect_model
 from hyper_resume.state.names import parameter_names
@@ -31,7 +31,7 @@ from hyper_resume.state.stateful import collect_stateful, find_stateful
 
 logger = logging.getLogger(__name__)
 
-Entries = Mapping[str, torch.Tensor | None]
+CheckpointEntries = Mapping[str, torch.Tensor | None]
 
 # The parts of the training state that a restore asks for, whatever this run itself will write.
 EXTRA_STATE_SKELETON: Mapping[str, None] = dict.fromkeys(
@@ -68,7 +68,9 @@ def collect_progress(trainer: Any) -> dict[str, Any]:
     }
 
 
-def make_destination(trainer: Any, config: CheckpointingConfig, entries: Entries | None, path: str) -> dict[str, Any]:
+def make_destination(
+    trainer: Any, config: CheckpointingConfig, entries: CheckpointEntries | None, path: str
+) -> dict[str, Any]:
     """Return the payload that a load fills: the live model, and optimizer state as the checkpoint holds it.
 
     Args:
@@ -90,7 +92,7 @@ def make_destination(trainer: Any, config: CheckpointingConfig, entries: Entries
     return destination
 
 
-def _optimizer_destination(trainer: Any, entries: Entries | None, path: str) -> dict[str, Any]:
+def _optimizer_destination(trainer: Any, entries: CheckpointEntries | None, path: str) -> dict[str, Any]:
     optimizers, names = flatten_optimizers(trainer.optimizer), parameter_names(trainer.model)
     if entries is None:
         # A backend that can't say what it holds fills only what exists, so the state is created first.

@@ -16,11 +16,11 @@ from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import CheckpointMismatchError, describe
-from hyper_resume.state.certificate import BUCKETS, BucketCertificate, Certificate, judge
+from hyper_resume.state.certificate import BUCKETS, BucketCertificate, Certificate, certify_bucket
 from hyper_resume.state.dataloader import apply_dataloader
 from hyper_resume.state.model import apply_extra_states, apply_model
 from hyper_resume.state.names import parameter_names
-from hyper_resume.state.optimizer import apply_optimizers, flatten_optimizers, remember_optimizer
+from hyper_resume.state.optimizer import apply_optimizers, flatten_optimizers, register_optimizer_undo
 from hyper_resume.state.rng import apply_rng, collect_rng
 from hyper_resume.state.scheduler import apply_schedulers
 from hyper_resume.state.stateful import apply_stateful
@@ -89,8 +89,10 @@ class _Restore:
         trainer, config, checkpointer = self._trainer, self._config, self._checkpointer
         self._entries = checkpointer.describe(self._path)
         for optimizer in reachable_optimizers(trainer.optimizer):
-            remember_optimizer(optimizer, self._undo)
-        self._destination = collective.agree(lambda: make_destination(trainer, config, self._entries, self._path))
+            register_optimizer_undo(optimizer, self._undo)
+        self._destination = collective.on_all_ranks(
+            lambda: make_destination(trainer, config, self._entries, self._path)
+        )
         checkpointer.check_loaded = self._accept
         try:
             extra_state = checkpointer.load(
@@ -103,10 +105,10 @@ class _Restore:
             checkpointer.check_loaded = None
         if self._findings is None:
             # A backend without buffers has written to the live model by now; all else is still as it was.
-            collective.agree(lambda: self._accept(self._destination, extra_state))
-        collective.agree(lambda: self._finish(extra_state))
-        parts = collective.agree(lambda: self._measure(extra_state))
-        gathered = collective.gather(parts)
+            collective.on_all_ranks(lambda: self._accept(self._destination, extra_state))
+        collective.on_all_ranks(lambda: self._finish(extra_state))
+        parts = collective.on_all_ranks(lambda: self._measure(extra_state))
+        gathered = collective.all_gather(parts)
         certificate = self._certificate(tuple(part for index in range(len(parts)) for part in _column(gathered, index)))
         if config.on_mismatch == "error" and not certificate.is_exact:
             raise _refusal(
@@ -141,7 +143,7 @@ class _Restore:
             return
         schedulers = as_list(trainer.lr_scheduler)
         for optimizer in [found for one in schedulers if (found := getattr(one, "optimizer", None)) is not None]:
-            remember_optimizer(optimizer, undo)
+            register_optimizer_undo(optimizer, undo)
         apply_schedulers(schedulers, extra_state.get("lr_scheduler") or [], names, undo=undo)
         _remember_attributes(trainer.state, ("global_step", "epoch", "epoch_ended"), undo)
         _remember_attributes(trainer, ("start_epoch", "start_step"), undo)
@@ -178,7 +180,7 @@ class _Restore:
             apply_rng(streams, kind)
         saved = self._evidence()
         return [
-            judge(
+            certify_bucket(
                 bucket=bucket,
                 rank=collective.rank(),
                 absent=findings.absent.get(bucket, ""),

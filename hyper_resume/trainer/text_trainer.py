@@ -38,7 +38,7 @@ class TextTrainer:
         self.mesh: ParallelMesh | None = build_mesh(config.accelerator, self.device.type, collective.world_size())
         torch.use_deterministic_algorithms(config.training.deterministic, warn_only=True)
         # What may fail on one rank only (a folder that one node lacks) fails on all, and none waits for it.
-        dataset = collective.agree(lambda: build_text_dataset(config.data))
+        dataset = collective.on_all_ranks(lambda: build_text_dataset(config.data))
         model = self._build_model(dataset.vocab_size)
         loader = self._build_loader(dataset)
         optimizer = build_optimizer(model, config.optimizer)
@@ -62,7 +62,9 @@ class TextTrainer:
     def _build_model(self, vocab_size: int) -> nn.Module:
         seed_everything(self.config.training.seed, self.device.type)
         config, device = self.config.model, self.device.device
-        model = collective.agree(lambda: apply_lora(build_model(config, vocab_size=vocab_size), config.lora).to(device))
+        model = collective.on_all_ranks(
+            lambda: apply_lora(build_model(config, vocab_size=vocab_size), config.lora).to(device)
+        )
         return parallelize(model, self.mesh)
 
     def _build_loader(self, dataset: Any) -> DataLoader:
@@ -78,7 +80,7 @@ class TextTrainer:
             dp_world_size=1 if mesh is None else mesh.dp_size,
             num_workers=data.num_workers,
             collate_fn=collate,
-            outlived_signals=self.config.checkpoint.preemption_signals if self.config.checkpoint.save_ckpt else (),
+            ignored_signals=self.config.checkpoint.preemption_signals if self.config.checkpoint.save_ckpt else (),
         )
 
     def _seed_this_rank(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from hyper_resume.data.sampler import batch_of, batches_per_epoch, epoch_indices, samples_per_rank
+from hyper_resume.data.sampler import batch_indices, batches_per_epoch, epoch_indices, samples_per_rank
 
 LENGTHS = (1, 2, 5, 12, 23, 24)
 
@@ -53,7 +53,7 @@ def test_batches_are_those_of_torchs_batch_sampler(batch_size: int, world: int, 
         order = _torch_order(length, world, 0, shuffle=True, drop_last=drop_last, epoch=2)
         expected = list(BatchSampler(order, batch_size, drop_last))
         count = batches_per_epoch(length, batch_size=batch_size, dp_world_size=world, drop_last=drop_last)
-        assert [batch_of(torch.tensor(order), batch_size, index) for index in range(count)] == expected
+        assert [batch_indices(torch.tensor(order), batch_size, index) for index in range(count)] == expected
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_an_order_that_is_computed_makes_no_array_of_the_size_of_the_data(shuffl
             dp_world_size=3,
             shuffle_method=method,
         )
-        batch = batch_of(indices, 8, 40_000_000_000)
+        batch = batch_indices(indices, 8, 40_000_000_000)
     assert len(indices) == 333_333_333_334
     assert len(set(batch)) == 8
     assert memory.peak_bytes < 1_000_000
@@ -160,7 +160,7 @@ def test_an_order_that_is_computed_makes_no_array_of_the_size_of_the_data(shuffl
 
 def test_ascending_indices_are_those_of_the_positions_at_any_length() -> None:
     indices = epoch_indices(10**12, epoch=5, seed=1, shuffle=False, drop_last=False, dp_rank=2, dp_world_size=3)
-    assert batch_of(indices, 4, 250_000) == [3_000_002, 3_000_005, 3_000_008, 3_000_011]
+    assert batch_indices(indices, 4, 250_000) == [3_000_002, 3_000_005, 3_000_008, 3_000_011]
     assert indices[len(indices) - 2 :].tolist() == [999_999_999_998, 1]  # filled up from the start
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hyper_resume.config.schema import AcceleratorConfig
 from hyper_resume.errors import ConfigError, UnsupportedError
-from hyper_resume.parallel import build_mesh, mean_over
+from hyper_resume.parallel import build_mesh, mean_over_group
 from tests.ranks import run_ranks
 
 
@@ -24,7 +24,7 @@ def _mean_of_ranks() -> tuple[float, float]:
     mesh = build_mesh(AcceleratorConfig(tp_size=2), "cpu", dist.get_world_size())
     assert mesh is not None
     value = torch.tensor(float(dist.get_rank()), requires_grad=True)
-    mean = mean_over(value, mesh.dp_mesh.get_group())
+    mean = mean_over_group(value, mesh.dp_mesh.get_group())
     assert not mean.requires_grad
     return mean.item(), value.item()
 
@@ -43,7 +43,7 @@ def test_the_mean_is_taken_over_the_dp_ranks_and_leaves_its_argument_alone() -> 
 
 
 def test_without_a_group_the_mean_is_the_value() -> None:
-    assert mean_over(torch.tensor(3.0), None).item() == 3.0
+    assert mean_over_group(torch.tensor(3.0), None).item() == 3.0
 
 
 def test_a_single_process_needs_no_mesh() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_resume.config.schema import AcceleratorConfig, LoraConfig, ModelConfig
 from hyper_resume.models import apply_lora, build_model
-from hyper_resume.parallel import ParallelMesh, build_mesh, check_replicas, clip_grad_norm, mean_over, parallelize
+from hyper_resume.parallel import ParallelMesh, build_mesh, check_replicas, clip_grad_norm, mean_over_group, parallelize
 
 MAX_NORM = 0.05  # below the norms of these models, so that clipping acts
 BATCH, LENGTH = 4, 32
@@ -90,7 +90,7 @@ def run_steps(
         loss = model(input_ids=mine, labels=mine).loss
         loss.backward()
         group = None if mesh is None else mesh.dp_mesh.get_group()
-        losses.append(mean_over(loss, group).item())
+        losses.append(mean_over_group(loss, group).item())
         norms.append(clip_grad_norm(model.parameters(), job.max_norm).item())
         if step == 0:
             grads = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}

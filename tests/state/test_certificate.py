@@ -13,8 +13,8 @@ from hyper_resume.state.certificate import (
     SCHEMA_VERSION,
     BucketCertificate,
     Certificate,
+    certify_bucket,
     encode,
-    judge,
     read_certificate,
 )
 
@@ -36,29 +36,29 @@ def _certificate(*parts: BucketCertificate, world_size: int = 1) -> Certificate:
 
 
 def test_equal_digests_at_save_load_and_afterwards_are_exact() -> None:
-    part = judge(bucket="model", rank=0, saved=("a", "a"), loaded="x", live="x")
+    part = certify_bucket(bucket="model", rank=0, saved=("a", "a"), loaded="x", live="x")
     assert (part.verdict, part.reason, part.saved, part.loaded, part.live) == ("exact", "", "a", "x", "x")
 
 
 def test_a_live_state_that_differs_from_what_was_read_is_degraded() -> None:
-    part = judge(bucket="model", rank=0, saved=("a", "a"), loaded="x", live="y")
+    part = certify_bucket(bucket="model", rank=0, saved=("a", "a"), loaded="x", live="y")
     assert part.verdict == "degraded"
     assert "the live state after the restore differs" in part.reason
 
 
 def test_what_was_read_otherwise_than_saved_is_degraded_even_where_the_live_state_equals_it() -> None:
-    part = judge(bucket="model", rank=0, saved=("a", "b"), loaded="x", live="x")
+    part = certify_bucket(bucket="model", rank=0, saved=("a", "b"), loaded="x", live="x")
     assert part.verdict == "degraded"
     assert part.reason == "what was read differs from what was saved"
 
 
 def test_known_reasons_are_kept_and_told_together() -> None:
-    part = judge(bucket="optimizer", rank=2, reasons=["one", "two"], loaded="x", live="y")
+    part = certify_bucket(bucket="optimizer", rank=2, reasons=["one", "two"], loaded="x", live="y")
     assert (part.verdict, part.reason) == ("degraded", "one; two")
 
 
 def test_what_is_absent_says_why_and_wins_over_digests() -> None:
-    part = judge(bucket="optimizer", rank=0, absent="not asked for", loaded="x", live="y")
+    part = certify_bucket(bucket="optimizer", rank=0, absent="not asked for", loaded="x", live="y")
     assert (part.verdict, part.reason) == ("absent", "not asked for")
     assert _certificate(part).is_exact
 
@@ -68,10 +68,10 @@ def test_what_is_absent_says_why_and_wins_over_digests() -> None:
 
 def test_ranks_of_one_verdict_share_a_line() -> None:
     parts = [
-        *(judge(bucket="model", rank=rank, saved=("a", "a"), loaded="x", live="x") for rank in range(3)),
-        judge(bucket="rng_state", rank=0, loaded="x", live="x"),
-        *(judge(bucket="rng_state", rank=rank, reasons=["another seed"]) for rank in (1, 2)),
-        *(judge(bucket="stateful", rank=rank, absent="not asked for") for rank in range(3)),
+        *(certify_bucket(bucket="model", rank=rank, saved=("a", "a"), loaded="x", live="x") for rank in range(3)),
+        certify_bucket(bucket="rng_state", rank=0, loaded="x", live="x"),
+        *(certify_bucket(bucket="rng_state", rank=rank, reasons=["another seed"]) for rank in (1, 2)),
+        *(certify_bucket(bucket="stateful", rank=rank, absent="not asked for") for rank in range(3)),
     ]
     assert _certificate(*parts, world_size=3).lines() == [
         "model            exact (saved = loaded = live)",
@@ -86,9 +86,9 @@ def test_ranks_of_one_verdict_share_a_line() -> None:
 
 def test_a_certificate_reads_back_equal(tmp_path: Path) -> None:
     certificate = _certificate(
-        judge(bucket="model", rank=0, saved=("a", "a"), loaded="x", live="x"),
-        judge(bucket="optimizer", rank=0, reasons=["äöü"]),
-        judge(bucket="stateful", rank=0, absent="not asked for"),
+        certify_bucket(bucket="model", rank=0, saved=("a", "a"), loaded="x", live="x"),
+        certify_bucket(bucket="optimizer", rank=0, reasons=["äöü"]),
+        certify_bucket(bucket="stateful", rank=0, absent="not asked for"),
     )
     (tmp_path / "file.json").write_text(encode(certificate), encoding="utf-8")
     assert read_certificate(tmp_path / "file.json") == certificate
@@ -96,7 +96,7 @@ def test_a_certificate_reads_back_equal(tmp_path: Path) -> None:
 
 
 def _changed(change: Any) -> str:
-    plain = json.loads(encode(_certificate(judge(bucket="model", rank=0, loaded="x", live="x"))))
+    plain = json.loads(encode(_certificate(certify_bucket(bucket="model", rank=0, loaded="x", live="x"))))
     change(plain)
     return json.dumps(plain)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hyper_resume.checkpoint.format.extra_state import encode, plain_state
+from hyper_resume.checkpoint.format.extra_state import encode, to_plain_state
 from hyper_resume.errors import CheckpointMismatchError, UnsupportedError
 from hyper_resume.state.rng import STREAMS, apply_rng, collect_rng
 
@@ -27,7 +27,7 @@ def streams_as_before() -> Iterator[None]:
 
 
 def through_bytes(state: dict[str, Any]) -> dict[str, Any]:
-    read = torch.load(io.BytesIO(encode(plain_state({"rng_state": state}))), weights_only=True)
+    read = torch.load(io.BytesIO(encode(to_plain_state({"rng_state": state}))), weights_only=True)
     return dict(read["rng_state"])
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 from hyper_resume.checkpoint import DistributedCheckpointer
-from hyper_resume.checkpoint.format.extra_state import plain_state
+from hyper_resume.checkpoint.format.extra_state import to_plain_state
 from hyper_resume.errors import CheckpointMismatchError, StateNotPlainError
 from hyper_resume.state.optimizer import apply_optimizers, collect_optimizers
 from hyper_resume.state.scheduler import apply_schedulers, collect_schedulers
@@ -139,7 +139,7 @@ def test_the_state_of_every_scheduler_of_torch_is_plain(name: str) -> None:
     optimizer = make_optimizer(0)
     scheduler = SCHEDULERS[name](optimizer)
     advance(optimizer, scheduler, range(3))
-    plain_state({"lr_scheduler": collect_schedulers([scheduler])})
+    to_plain_state({"lr_scheduler": collect_schedulers([scheduler])})
 
 
 class StatefulLambda:
@@ -155,7 +155,7 @@ class StatefulLambda:
 def test_a_lambda_object_that_holds_an_array_is_refused_by_name() -> None:
     scheduler = lrs.LambdaLR(make_optimizer(0), StatefulLambda())
     with pytest.raises(StateNotPlainError, match=r"lr_scheduler\[0\]\.lr_lambdas\[0\]\.table.*numpy\.ndarray"):
-        plain_state({"lr_scheduler": collect_schedulers([scheduler])})
+        to_plain_state({"lr_scheduler": collect_schedulers([scheduler])})
 
 
 def test_a_tensor_lr_stays_the_same_tensor(tmp_path: Path) -> None:

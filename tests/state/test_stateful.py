@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hyper_resume.checkpoint.format.extra_state import encode, plain_state
+from hyper_resume.checkpoint.format.extra_state import encode, to_plain_state
 from hyper_resume.errors import CheckpointMismatchError
 from hyper_resume.state.stateful import apply_stateful, collect_stateful, find_stateful
 from tests.ranks import run_ranks
@@ -100,7 +100,7 @@ def find(owner: SimpleNamespace, callbacks: tuple[Any, ...] = ()) -> dict[str, A
 
 
 def through_bytes(state: dict[str, Any]) -> dict[str, Any]:
-    return dict(torch.load(io.BytesIO(encode(plain_state({"stateful": state}))), weights_only=True)["stateful"])
+    return dict(torch.load(io.BytesIO(encode(to_plain_state({"stateful": state}))), weights_only=True)["stateful"])
 
 
 def test_everything_with_a_state_is_found_once_and_the_model_not_again() -> None:

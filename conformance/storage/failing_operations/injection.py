@@ -213,11 +213,11 @@ class _FailingReader(InputFile):
         super().__init__(descriptor, path)
         self._operations = operations
 
-    def bring(self, offset: int, length: int) -> None:
+    def preload(self, offset: int, length: int) -> None:
         error = "" if self._map is None else self._operations.meet("read", self.path)
         if error:
             raise os_error(error, self.path)
-        super().bring(offset, length)
+        super().preload(offset, length)
 
     def read(self, size: int | None = -1, /) -> Any:
         return self._limited(-1 if size is None else size, super().read)

@@ -140,7 +140,7 @@ def _archive() -> bytes:
 
 def _manifest() -> Manifest:
     def entry(name: str, rank: int) -> FileEntry:
-        return FileEntry(size_bytes=100 + len(name), digest=digest.digest_bytes([name.encode()]), rank=rank)
+        return FileEntry(size_bytes=100 + len(name), digest=digest.bytes_digest_text([name.encode()]), rank=rank)
 
     names = {".metadata": 0, "__0_0.distcp": 0, "__1_0.distcp": 1, "extra_state/extra_state_rank_0.pt": 0}
     return Manifest(
@@ -154,8 +154,8 @@ def _manifest() -> Manifest:
         versions={"hyper_resume": "0.1.0", "torch": "2.13.0"},
         metrics={"loss": 2.5},
         files={name: entry(name, rank) for name, rank in names.items()},
-        buckets={str(rank): {"model": digest.digest_bytes([bytes([rank])])} for rank in range(2)},
-        names={str(rank): {"model": digest.digest_bytes([b"names"])} for rank in range(2)},
+        buckets={str(rank): {"model": digest.bytes_digest_text([bytes([rank])])} for rank in range(2)},
+        names={str(rank): {"model": digest.bytes_digest_text([b"names"])} for rank in range(2)},
     )
 
 
@@ -165,7 +165,7 @@ def sign(tree: Any) -> bytes:
     if not isinstance(content, dict):
         return json.dumps(content).encode()
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return json.dumps({**content, "digest": digest.digest_bytes([canonical.encode()])}).encode()
+    return json.dumps({**content, "digest": digest.bytes_digest_text([canonical.encode()])}).encode()
 
 
 def split_opcodes(content: bytes) -> tuple[bytes, ...]:

@@ -17,7 +17,7 @@ from hyper_resume.checkpoint.commands.inspect import inspect_step_directory
 from hyper_resume.checkpoint.commands.verification import verify_step_directory
 from hyper_resume.checkpoint.format.manifest import read_manifest, verify_files
 from hyper_resume.checkpoint.format.segments import VerifiedFile
-from hyper_resume.checkpoint.loading.file_verification import check_description
+from hyper_resume.checkpoint.loading.file_verification import check_metadata
 from hyper_resume.checkpoint.loading.reading import load_entries
 from hyper_resume.errors import CheckpointMismatchError, HyperResumeError
 
@@ -69,7 +69,7 @@ def open_directory(_: bytes) -> Opened:
         )
         if complaints:
             raise CheckpointMismatchError("; ".join(complaints))
-        metadata = check_description(directory, manifest)
+        metadata = check_metadata(directory, manifest)
     except HyperResumeError:
         if live is not None or is_good:
             raise Disagreement(f"refused, but by {'load' if live is not None else 'verify'}") from None

@@ -108,13 +108,13 @@ _SYNCS = (
 _ORDER = (
     _entry(
         "pointer-before-commit", "the pointer moves before the commit", "saving.publication:commit",
-        "lambda: layout.commit(attempt.staging, attempt.target)",
-        "lambda: (_move_pointer(attempt.target, attempt.global_step), layout.commit(attempt.staging, attempt.target))[1]",
+        "lambda: layout.commit(save.staging, save.target)",
+        "lambda: (_move_pointer(save.target, save.global_step), layout.commit(save.staging, save.target))[1]",
         "errors/next save/rename",
     ),
     _entry(
         "durable-before-commit", "durable is said before the commit", "saving.publication:commit",
-        '    attempt.reached("written")\n', '    attempt.reached("durable")\n', "crash/next_save",
+        '    save.report("written")\n', '    save.report("durable")\n', "crash/next_save",
     ),
     _entry(
         "pointer-in-place", "the pointer is written over instead of replaced", "format.layout:write_pointer",
@@ -140,7 +140,7 @@ _ORDER = (
     ),
     _entry(
         "not-taken-back", "a commit whose last sync fails stays published", "format.layout:commit",
-        "        _take_back(staging, target, aside)\n", "        pass\n", "errors/next save/sync_directory",
+        "        _undo_commit(staging, target, aside)\n", "        pass\n", "errors/next save/sync_directory",
     ),
     _entry(
         "deleted-in-place", "retention deletes under the final name", "history.retention:prune",
@@ -148,15 +148,15 @@ _ORDER = (
     ),
     _entry(
         "retention-before-pointer", "retention runs before the pointer has moved",
-        "dcp:DistributedCheckpointer._publish", "        publication.announce(attempt, group)\n"
-        "        publication.clear(attempt, aside, root.retention, root.protected, group)\n",
-        "        publication.clear(attempt, aside, root.retention, root.protected, group)\n"
-        "        publication.announce(attempt, group)\n",
+        "dcp:DistributedCheckpointer._publish", "        publication.move_pointer_and_report(save, group)\n"
+        "        publication.delete_outdated(save, aside, root.retention, root.protected, group)\n",
+        "        publication.delete_outdated(save, aside, root.retention, root.protected, group)\n"
+        "        publication.move_pointer_and_report(save, group)\n",
         "crash/retention",
         explanation="the new step is durable by then, and retention deletes neither it nor what the pointer names",
     ),
     _entry(
-        "retention-takes-all", "retention keeps nothing but the new save", "history.retention:outdated",
+        "retention-takes-all", "retention keeps nothing but the new save", "history.retention:find_outdated",
         "kept |= {one.path.absolute() for one in whole[-max(1, retention.keep_last or 0) :]}", "pass",
         "errors/next save",
     ),
@@ -200,19 +200,20 @@ _CHECKS = (
     _entry(
         "latest-by-existence", "LATEST takes what is there, not what is verified",
         "dcp:DistributedCheckpointer.find_latest_checkpoint",
-        "self._verified.of(directory, group, training_state=True)", "pass", "corruption/per_rank",
+        "self._verified.verify(directory, group, training_state=True)", "pass", "corruption/per_rank",
     ),
     _entry(
-        "load-unverified", "nothing is verified", "loading.last_verified:LastVerified.of",
+        "load-unverified", "nothing is verified", "loading.last_verified:LastVerified.verify",
         "known.manifest = file_verification.verify(",
         "known.manifest = (lambda directory, *_, **__: file_verification.read_manifest(directory))(", "corruption/per_rank",
     ),
     _entry(
-        "other-step-passes", "a manifest of another step passes in LATEST and load", "loading.file_verification:wrong_name",
+        "other-step-passes", "a manifest of another step passes in LATEST and load",
+        "loading.file_verification:step_name_mismatch",
         "    if step in (None, manifest.step):\n", "    if True:\n", "corruption/per_rank",
     ),
     _entry(
-        "digest-of-what-was-meant", "the digest of a piece leaves out its last byte", "saving.stream:Stream._hash",
+        "digest-of-what-was-meant", "the digest of a piece leaves out its last byte", "saving.stream:HashingStream._hash",
         "digest.data_digest(content)", "digest.data_digest(memoryview(content)[:-1])",
         "corruption/per_rank",
     ),
@@ -234,18 +235,18 @@ _ERRORS = (
         "        while rest:\n", "        if rest:\n", "errors/next save",
     ),
     _entry(
-        "short-read-believed", "a short read of a shard is taken for its end", "disk.operations:InputFile.part",
+        "short-read-believed", "a short read of a shard is taken for its end", "disk.operations:InputFile.view",
         "        while done < len(content) and", "        if done < len(content) and", "errors/load",
     ),
     _entry(
         "failure-kept-alone", "a rank that can't write its training state does not tell the others",
-        "dcp:DistributedCheckpointer._prepare_writer", "collective.agree(prepare, group)", "prepare()",
+        "dcp:DistributedCheckpointer._prepare_writer", "collective.on_all_ranks(prepare, group)", "prepare()",
         "errors/next save/write",
     ),
     _entry(
         "commit-failure-kept-alone", "a commit that fails on rank 0 is not told to the others", "saving.publication:commit",
-        "collective.on_rank_zero(lambda: layout.commit(attempt.staging, attempt.target), group)",
-        "layout.commit(attempt.staging, attempt.target) if collective.rank() == 0 else None", "errors/next save/rename",
+        "collective.on_rank_zero(lambda: layout.commit(save.staging, save.target), group)",
+        "layout.commit(save.staging, save.target) if collective.rank() == 0 else None", "errors/next save/rename",
     ),
     _entry(
         "pointer-failure-swallowed", "a pointer that can't be moved is no failure", "saving.publication:_move_pointer",
@@ -253,27 +254,27 @@ _ERRORS = (
     ),
     _entry(
         "background-failure-swallowed", "a save in the background that fails says nothing",
-        "dcp:DistributedCheckpointer._start_background", "                self._fail(error, attempt, target)\n",
+        "dcp:DistributedCheckpointer._start_background", "                self._fail(error, save, target)\n",
         "                pass\n", "errors/background save",
     ),
     _entry(
         "staging-left", "what a failed save staged stays", "dcp:DistributedCheckpointer._fail",
-        "                layout.discard(attempt.staging)\n", "                pass\n", "errors/next save/write",
+        "                layout.discard_staging(save.staging)\n", "                pass\n", "errors/next save/write",
     ),
     _entry(
-        "sweep-dropped", "leftovers are never cleared", "format.layout:sweep", "            remove(leftover)\n",
+        "sweep-dropped", "leftovers are never cleared", "format.layout:clear_leftovers", "            remove(leftover)\n",
         "            pass\n", "errors/same step again", "errors/next save",
     ),
     _entry(
         "root-stays-taken", "after a failed save the root counts as being saved to", "saving.root:WritableRoot.note_ended",
-        "            _saving.discard(attempt.target.parent.absolute())", "            pass", "errors/next save",
+        "            _saving.discard(save.target.parent.absolute())", "            pass", "errors/next save",
     ),
     _entry(
-        "lineage-ignored", "LATEST goes to the highest ordinal, abandoned or not", "history.lineage:_not_of_lineage",
+        "lineage-ignored", "LATEST goes to the highest ordinal, abandoned or not", "history.lineage:_why_not_in_lineage",
         "    if one.manifest is None or one is head:\n", "    if True:\n", "lineage/going back",
     ),
     _entry(
-        "layout-not-compared", "a plan is used again whatever is saved", "saving.plan_cache:PlanCache.knows",
+        "layout-not-compared", "a plan is used again whatever is saved", "saving.plan_cache:PlanCache.has_layout",
         "self.plan is not None and self._layout == layout", "self.plan is not None", "plans/other layout",
     ),
     _entry(
@@ -299,8 +300,8 @@ _FORMS = (
     ),
     _entry(
         "changed-since-passes", "a file that was changed after it was verified is taken for verified",
-        "format.segments:VerifiedFile.is_of",
-        "return identity(path.lstat()) == self.identity", "return True", "verified/changed since",
+        "format.segments:VerifiedFile.is_unchanged",
+        "return file_identity(path.lstat()) == self.identity", "return True", "verified/changed since",
     ),
 )
 

@@ -65,7 +65,7 @@ def compare(first: str | Path, second: str | Path) -> Iterator[Difference]:
 
 def _open(directory: Path) -> _Side:
     manifest = file_verification.verify(directory, "digest", None)
-    return _Side(directory, file_verification.check_description(directory, manifest), manifest)
+    return _Side(directory, file_verification.check_metadata(directory, manifest), manifest)
 
 
 def _compare_entries(one: _Side, other: _Side) -> Iterator[Difference]:
@@ -124,13 +124,13 @@ def _compare_training_states(one: _Side, other: _Side) -> Iterator[Difference]:
             first, second = ("present" if rank in side else "absent" for side in (ours, theirs))
             yield _difference(extra.PAYLOAD_KEY, rank, "", first, second)
             continue
-        for key in sorted((set(ours[rank]) | set(theirs[rank])) - extra.MARKS):
+        for key in sorted((set(ours[rank]) | set(theirs[rank])) - extra.IDENTITY_KEYS):
             yield from _compare_values(key, rank, ours[rank].get(key, "absent"), theirs[rank].get(key, "absent"))
 
 
 def _training_states(side: _Side) -> dict[int, dict[str, Any]]:
     try:
-        layout = extra.detect(side.directory, side.metadata, side.manifest)
+        layout = extra.detect_layout(side.directory, side.metadata, side.manifest)
     except CheckpointNotFoundError:
         return {}
     return {rank: read_training_state(side.directory, side.metadata, layout, rank) for rank in layout.ranks}

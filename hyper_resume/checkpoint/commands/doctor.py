@@ -29,7 +29,7 @@ class Finding:
     do: str = ""
 
 
-def examine(checkpoint_dir: Path | None) -> list[Finding]:
+def run_checks(checkpoint_dir: Path | None) -> list[Finding]:
     """Examine the installation, and a directory that checkpoints are or will be saved to.
 
     The directory is used for trials below a name of their own, which is removed again; nothing else in it is touched. A missing
@@ -125,7 +125,7 @@ def _exchange(trial: Path) -> Finding:
 
 
 def _file_locks(trial: Path) -> Finding:
-    if lock.has_locks(trial):
+    if lock.supports_locks(trial):
         return Finding(kind="ok", what="file locks work: a second run that saves here is refused")
     return Finding(
         kind="note",
@@ -145,7 +145,7 @@ def _space(base: Path) -> Finding:
 def _state(checkpoint_dir: Path) -> Iterator[Finding]:
     """What stands in the root. Looks only; ``hyper-resume verify`` reads the files."""
     try:
-        holder = lock.holder(checkpoint_dir)
+        holder = lock.describe_holder(checkpoint_dir)
     except OSError as error:
         yield Finding(kind="problem", what=f"{lock.LOCK_NAME} can't be read: {error}", do="mend the permissions")
         holder = ""

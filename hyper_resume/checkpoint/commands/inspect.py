@@ -11,9 +11,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hyper_resume.checkpoint.format import extra_state as extra
-from hyper_resume.checkpoint.format.description import read_metadata, require_complete
 from hyper_resume.checkpoint.format.layout import parse_step
 from hyper_resume.checkpoint.format.manifest import read_manifest
+from hyper_resume.checkpoint.format.metadata import read_metadata, require_complete
 from hyper_resume.checkpoint.format.save_id import SAVE_ID
 from hyper_resume.checkpoint.loading.reading import read_training_state
 from hyper_resume.errors import CheckpointNotFoundError
@@ -77,7 +77,7 @@ def inspect_step_directory(path: str | Path) -> Inspection:
     metadata = read_metadata(directory, manifest)
     files = [file for file in directory.rglob("*") if file.is_file()]
     try:
-        layout = extra.detect(directory, metadata, manifest)
+        layout = extra.detect_layout(directory, metadata, manifest)
     except CheckpointNotFoundError:
         kind, ranks = "none", []
     else:

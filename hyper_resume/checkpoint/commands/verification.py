@@ -27,7 +27,7 @@ from hyper_resume.checkpoint.format.manifest import (
     verify_files,
 )
 from hyper_resume.checkpoint.history import lineage
-from hyper_resume.checkpoint.loading.file_verification import check_description, wrong_name
+from hyper_resume.checkpoint.loading.file_verification import check_metadata, step_name_mismatch
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
 
 
@@ -96,7 +96,7 @@ def verify_path(path: str | Path, *, digests: bool = True) -> RootVerification:
         )
     found = tuple(verify_step_directory(step, digests=digests) for _, step in steps)
     good = {step.path for step in found if step.is_good}
-    latest = next((str(one) for one in lineage.in_order(directory).directories if str(one) in good), None)
+    latest = next((str(one) for one in lineage.resume_order(directory).directories if str(one) in good), None)
     return RootVerification(path=str(path), steps=found, latest=latest, notes=tuple(_root_notes(directory)))
 
 
@@ -143,12 +143,12 @@ def verify_step_directory(directory: Path, *, digests: bool = True) -> Verificat
         else:
             checked = "sizes and digests" if digests else "sizes"
             complaints += verify_files(directory, manifest, sorted(manifest.files), digests=digests)
-            complaints += wrong_name(directory, manifest)
+            complaints += step_name_mismatch(directory, manifest)
             notes += [
                 f"{name}: not in the manifest; a load does not read it" for name in unlisted_files(directory, manifest)
             ]
             if not complaints:
-                check_description(directory, manifest)
+                check_metadata(directory, manifest)
     except CheckpointMismatchError as error:
         complaints.append(str(error))
     return Verification(
@@ -167,7 +167,7 @@ def _verify_without_manifest(directory: Path, *, digests: bool) -> list[str]:
     incomplete = layout.why_incomplete(directory)
     if incomplete:
         return [incomplete]
-    metadata = check_description(directory, None)
+    metadata = check_metadata(directory, None)
     return list(_damaged_entries(directory, metadata)) if digests else []
 
 

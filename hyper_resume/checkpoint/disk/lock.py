@@ -82,17 +82,17 @@ def _locked(path: Path, holder: str) -> CheckpointLockedError:
     )
 
 
-def forget_after_fork() -> None:
+def release_after_fork() -> None:
     """A forked child holds none of its parent's locks: with its copy left open the lock would outlive the parent."""
     for descriptor in _held.values():
         os.close(descriptor)
     _held.clear()
 
 
-os.register_at_fork(after_in_child=forget_after_fork)
+os.register_at_fork(after_in_child=release_after_fork)
 
 
-def holder(checkpoint_dir: Path) -> str:
+def describe_holder(checkpoint_dir: Path) -> str:
     """Return what the lock file says of the process that holds the root now; "" where none does.
 
     Raises:
@@ -116,7 +116,7 @@ def holder(checkpoint_dir: Path) -> str:
     return ""
 
 
-def has_locks(directory: Path) -> bool:
+def supports_locks(directory: Path) -> bool:
     """Try whether files of this directory can be locked; leaves a file there."""
     descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -25,13 +25,13 @@ from typing import Any
 Buffer = bytes | bytearray | memoryview
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-AT_ONCE_BYTES = 8 << 20
+WRITE_BLOCK_BYTES = 8 << 20
 """A write ends at a multiple of this place in the file, and there the device is set to work, while the next is copied.
 
 Linux keeps what is written so in large pages, which are mapped again in a fiftieth of the time that small ones take."""
 
 # The kernel takes 1,024.
-_MOST_PIECES = 512
+_MAX_PIECES = 512
 _KEEP_SIZE, _WRITE = 1, 2
 # Of a file system that can't; anything else is an error.
 _NOT_KNOWN = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE, errno.ENODEV, errno.EPERM)
@@ -47,7 +47,7 @@ def _first(pieces: Iterable[memoryview], size: int) -> list[memoryview]:
     for piece in pieces:
         found.append(piece[:size])
         size -= len(piece)
-        if size <= 0 or len(found) == _MOST_PIECES:
+        if size <= 0 or len(found) == _MAX_PIECES:
             break
     return found
 
@@ -100,7 +100,7 @@ class OutputFile:
         rest = deque(view for piece in pieces if (view := memoryview(piece).cast("B")))
         begin = self._size
         while rest:
-            written = self._write_some(_first(rest, AT_ONCE_BYTES - self._size % AT_ONCE_BYTES))
+            written = self._write_some(_first(rest, WRITE_BLOCK_BYTES - self._size % WRITE_BLOCK_BYTES))
             _drop(rest, written)
             self._size += written
             self._set_device_to_work(self._size)
@@ -108,7 +108,7 @@ class OutputFile:
 
     def _set_device_to_work(self, size: int) -> None:
         """Begin to write out what has gathered; without it the device would wait for the sync."""
-        if size - self._on_its_way >= AT_ONCE_BYTES:
+        if size - self._on_its_way >= WRITE_BLOCK_BYTES:
             # No more than advice: what fails of it fails again in the sync, which tells.
             with contextlib.suppress(OSError):
                 self._ask_kernel("sync_file_range", self._on_its_way, size - self._on_its_way, _WRITE)
@@ -159,9 +159,9 @@ class OutputFile:
 
 
 class InputFile(io.FileIO):
-    """A file to read, or to look into: :meth:`part` gives its bytes without a copy where the system can map it.
+    """A file to read, or to look into: :meth:`view` gives its bytes without a copy where the system can map it.
 
-    :meth:`bring` tells of errors; what it brought is then in memory. A mapped file that somebody cuts off afterwards ends the
+    :meth:`preload` tells of errors; what it brought is then in memory. A mapped file that somebody cuts off afterwards ends the
     process (SIGBUS) when its missing bytes are touched.
     """
 
@@ -176,7 +176,7 @@ class InputFile(io.FileIO):
         # A file that is read has one place where it is read next, and several threads.
         self._reading = threading.Lock()
 
-    def bring(self, offset: int, length: int) -> None:
+    def preload(self, offset: int, length: int) -> None:
         """Have bytes read that will be looked at, where they are mapped.
 
         Raises:
@@ -187,7 +187,7 @@ class InputFile(io.FileIO):
             begin = offset - offset % mmap.PAGESIZE
             self._map.madvise(_POPULATE_READ, begin, offset + length - begin)
 
-    def part(self, offset: int, length: int) -> memoryview:
+    def view(self, offset: int, length: int) -> memoryview:
         """Return bytes of the file, fewer where it ends before; writing to them does not change the file.
 
         Raises:
@@ -203,7 +203,7 @@ class InputFile(io.FileIO):
                 done += count
         return content[:done]
 
-    def whole(self) -> memoryview | None:
+    def view_all(self) -> memoryview | None:
         """Return all of a mapped file, to be looked into also when this is closed; None where it is not mapped."""
         return None if self._map is None else memoryview(self._map)
 
@@ -213,8 +213,8 @@ class InputFile(io.FileIO):
         super().close()
 
 
-def bring_mapped(content: memoryview, offset: int, length: int) -> None:
-    """Have bytes of a file read that :meth:`InputFile.whole` gave.
+def preload_mapped(content: memoryview, offset: int, length: int) -> None:
+    """Have bytes of a file read that :meth:`InputFile.view_all` gave.
 
     Raises:
         OSError: they can't be.

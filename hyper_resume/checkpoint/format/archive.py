@@ -50,7 +50,7 @@ _STORAGES = {
     torch.complex64: b"ComplexFloatStorage",
     torch.complex128: b"ComplexDoubleStorage",
 }
-_MOST_RECORDS = 32
+_MAX_RECORDS = 32
 # A data descriptor, another record, or the directory.
 _BEHIND = (b"PK\x07\x08", b"PK\x03\x04", b"PK\x01\x02")
 
@@ -206,7 +206,7 @@ def _end(records: int, size: int, begin: int) -> bytes:
     return end + locator + _END.pack(b"PK\x05\x06", 0, 0, records, records, size, _WIDE, 0)
 
 
-def data_place(content: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
+def data_offset(content: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
     """Return where a tensor's bytes begin in its archive.
 
     Nothing of the archive is interpreted but where its files begin: the pickle must be, byte for byte, that of a contiguous
@@ -226,16 +226,16 @@ def data_place(content: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) 
         # As bytes: views are compared item by item.
         if bytes(content[:begin]) == own.prefix and bytes(content[begin + own.data_bytes :]) == own.suffix:
             return begin
-    return _place_in_torch_archive(content, dtype, shape)
+    return _data_offset_in_torch_archive(content, dtype, shape)
 
 
-def _place_in_torch_archive(content: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
+def _data_offset_in_torch_archive(content: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
     """The same for an archive of ``torch.save``; larger ones (64 bit sizes) are left to torch."""
     pickle = tensor_pickle(dtype, shape)
     if pickle is None or len(content) < _END.size or len(content) >= _WIDE:
         return None
     magic, _, _, _, count, size, begin, comment = _END.unpack_from(content, len(content) - _END.size)
-    if magic != b"PK\x05\x06" or comment or count > _MOST_RECORDS or begin + size > len(content):
+    if magic != b"PK\x05\x06" or comment or count > _MAX_RECORDS or begin + size > len(content):
         return None
     found = _records(content[begin : begin + size], count)
     if found is None:

@@ -10,7 +10,7 @@ import torch
 
 from hyper_resume import collective, digest
 from hyper_resume.checkpoint.format.manifest import Manifest, Mesh
-from hyper_resume.checkpoint.tensors.copying import in_threads
+from hyper_resume.checkpoint.tensors.threads import map_in_threads
 from hyper_resume.errors import CheckpointMismatchError, describe
 
 # Entries that are worth a thread.
@@ -34,8 +34,8 @@ def bucket_digests(
         buckets.setdefault(name.split(".", 1)[0], {})[name] = value
     found: dict[str, str] = {}
     for bucket, entries in buckets.items():
-        earlier = digest.earlier_text(entries, like.get(bucket, ""))
-        found[bucket] = earlier or digest.text_of_entries(_entry_digests(entries, known))
+        earlier = digest.older_format_digest_text(entries, like.get(bucket, ""))
+        found[bucket] = earlier or digest.entries_digest_text(_entry_digests(entries, known))
     return found
 
 
@@ -44,7 +44,7 @@ def _entry_digests(entries: Mapping[str, Any], known: Mapping[str, bytes]) -> di
         return isinstance(value, torch.Tensor) and name not in known and value.nbytes >= _LARGE_BYTES
 
     large = [name for name, value in entries.items() if is_large(name, value)]
-    found = dict(zip(large, in_threads(lambda name: digest.entry_digest(entries[name]), large), strict=True))
+    found = dict(zip(large, map_in_threads(lambda name: digest.entry_digest(entries[name]), large), strict=True))
     return {
         name: found[name] if name in found else digest.entry_digest(value, known.get(name))
         for name, value in entries.items()
@@ -56,7 +56,7 @@ def name_digests(flat: Mapping[str, Any]) -> dict[str, str]:
     buckets: dict[str, list[str]] = {}
     for name in sorted(flat):
         buckets.setdefault(name.split(".", 1)[0], []).append(name)
-    return {bucket: digest.state_text(names) for bucket, names in buckets.items()}
+    return {bucket: digest.state_digest_text(names) for bucket, names in buckets.items()}
 
 
 def saved_digests(manifest: Manifest | None, mesh: Mesh | None) -> Mapping[str, str]:

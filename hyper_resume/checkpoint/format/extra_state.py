@@ -40,14 +40,14 @@ PAYLOAD_KEY = "extra_state"
 # No checkpoint can hold this step. It stands where the step is read to, and if it is still there afterwards, then nothing was.
 _UNRESTORED_STEP = -1
 # What marks a training state as one rank's of one save; no bucket of the trainer.
-MARKS = frozenset({"format_version", "rank", "world_size", "save_id"})
+IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id"})
 PROGRESS = "progress"
 _PROGRESS_KEYS = frozenset({"global_step", "epoch", "epoch_ended"})
 
 _FILE = re.compile(r"extra_state_rank_([0-9]+)\.pt")
 _EMBEDDED = re.compile(r"extra_state\.rank_([0-9]+)\.(.+)")
 # torch.load(weights_only=True) reads whole numbers of up to 255 bytes, sign included.
-_MOST_FILE_BYTES = 4 << 30
+_MAX_FILE_BYTES = 4 << 30
 _INT_BITS = 255 * 8 - 1
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, torch.Size, torch.device)
 
@@ -75,7 +75,7 @@ def embedded_key(rank: int) -> str:
     return f"rank_{rank}"
 
 
-def plain_state(value: Any, where: str = "") -> Any:
+def to_plain_state(value: Any, where: str = "") -> Any:
     """Return ``value`` as ``torch.load(weights_only=True)`` will read it back; containers are new, tensors the same.
 
     What could be written but not be read again is refused now, not when it is missed: a sharded tensor in a training state
@@ -89,14 +89,14 @@ def plain_state(value: Any, where: str = "") -> Any:
         return type(value)(
             {
                 # Most are tensors under a text, and there are many.
-                key if type(key) is str else plain_state(key, f"{_below(where, key)} (as a key)"): item
+                key if type(key) is str else to_plain_state(key, f"{_below(where, key)} (as a key)"): item
                 if type(item) is torch.Tensor and _is_plain_leaf(item)
-                else plain_state(item, _below(where, key))
+                else to_plain_state(item, _below(where, key))
                 for key, item in value.items()
             }
         )
     if type(value) in (list, tuple, set):
-        return type(value)(plain_state(item, f"{where}[{index}]") for index, item in enumerate(value))
+        return type(value)(to_plain_state(item, f"{where}[{index}]") for index, item in enumerate(value))
     if isinstance(value, (np.float64, np.integer, np.bool_)):
         return value.item()
     if not _is_plain_leaf(value) or (isinstance(value, DTensor) and where.startswith(f"{PAYLOAD_KEY}.")):
@@ -146,7 +146,7 @@ def write_file(step_directory: Path, rank: int, content: bytes) -> FileEntry:
     with contextlib.suppress(FileExistsError):
         operations.current().make_directory(path.parent)
     operations.write_file(path, content)
-    return FileEntry(size_bytes=len(content), digest=digest.digest_bytes([content]), rank=rank)
+    return FileEntry(size_bytes=len(content), digest=digest.bytes_digest_text([content]), rank=rank)
 
 
 def bucket_of(key: str) -> str:
@@ -160,9 +160,9 @@ def bucket_digests(training_state: Mapping[str, Any]) -> dict[str, str]:
     for key, value in training_state.items():
         if bucket_of(key) == PROGRESS:
             buckets.setdefault(PROGRESS, {})[key] = value
-        elif key not in MARKS:
+        elif key not in IDENTITY_KEYS:
             buckets[key] = value
-    return {bucket: digest.state_text(value) for bucket, value in buckets.items()}
+    return {bucket: digest.state_digest_text(value) for bucket, value in buckets.items()}
 
 
 def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
     """
     path = file_path(step_directory, rank)
     try:
-        content = operations.read_bytes(path, _MOST_FILE_BYTES)
+        content = operations.read_bytes(path, _MAX_FILE_BYTES)
     except FileNotFoundError:
         raise CheckpointNotFoundError(
             describe(
@@ -194,7 +194,7 @@ def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
                 do="restore the file from a copy, or resume from another checkpoint",
             )
         ) from error
-    return checked_format(safe_load.load_plain(content, str(path)), str(path), rank)
+    return check_format(safe_load.load_plain(content, str(path)), str(path), rank)
 
 
 def embed(extra_state: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def unwrap_embedded(values: Mapping[str, Any], rank: int, where: str) -> dict[st
     """
     values = {"global_step": (_UNRESTORED_STEP,), **values}
     if values["global_step"] == (_UNRESTORED_STEP,):
-        raise missing_training_state(where, f"no embedded extra_state of rank {rank}")
+        raise no_training_state_error(where, f"no embedded extra_state of rank {rank}")
     wrong = sorted(key for key, value in values.items() if not (isinstance(value, tuple) and len(value) == 1))
     if wrong:
         raise CheckpointMismatchError(
@@ -229,10 +229,10 @@ def unwrap_embedded(values: Mapping[str, Any], rank: int, where: str) -> dict[st
                 do="resume from another checkpoint",
             )
         )
-    return checked_format({key: value[0] for key, value in values.items()}, where, rank)
+    return check_format({key: value[0] for key, value in values.items()}, where, rank)
 
 
-def checked_format(state: Any, where: str, rank: int) -> dict[str, Any]:
+def check_format(state: Any, where: str, rank: int) -> dict[str, Any]:
     """Return ``state`` if it is the training state of ``rank``, in a format that this version reads.
 
     Raises:
@@ -264,7 +264,7 @@ def checked_format(state: Any, where: str, rank: int) -> dict[str, Any]:
     return result
 
 
-def missing_training_state(where: str, found: str) -> CheckpointNotFoundError:
+def no_training_state_error(where: str, found: str) -> CheckpointNotFoundError:
     """Build the error for a checkpoint that was asked for training state it does not hold (specification 9.3)."""
     return CheckpointNotFoundError(
         describe(
@@ -277,7 +277,7 @@ def missing_training_state(where: str, found: str) -> CheckpointNotFoundError:
     )
 
 
-def refuse_part(where: str, lacking: list[str]) -> None:
+def refuse_missing_parts(where: str, lacking: list[str]) -> None:
     """Refuse a training state without some of the parts that are to be restored.
 
     Raises:
@@ -295,7 +295,7 @@ def refuse_part(where: str, lacking: list[str]) -> None:
         )
 
 
-def detect(step_directory: Path, metadata: Metadata, manifest: Manifest | None = None) -> ExtraStateLayout:
+def detect_layout(step_directory: Path, metadata: Metadata, manifest: Manifest | None = None) -> ExtraStateLayout:
     """Find out which layout the step directory has, whatever the current configuration says.
 
     Where there is a manifest only its files count: one that another save left in the folder does not.
@@ -315,4 +315,4 @@ def detect(step_directory: Path, metadata: Metadata, manifest: Manifest | None =
     ranks = sorted({int(match.group(1)) for match in matches if match})
     if ranks:
         return ExtraStateLayout(kind="embedded", ranks=tuple(ranks))
-    raise missing_training_state(str(step_directory), "neither extra_state files nor embedded extra_state entries")
+    raise no_training_state_error(str(step_directory), "neither extra_state files nor embedded extra_state entries")

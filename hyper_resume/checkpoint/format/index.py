@@ -26,21 +26,21 @@ from torch.distributed.checkpoint.metadata import (
 from hyper_resume.checkpoint.parsing.metadata_structure import (
     box_complaint,
     cover_complaint,
-    is_possible,
+    is_valid_size,
     path_complaint,
 )
 from hyper_resume.checkpoint.parsing.pickle_subset import shorten
-from hyper_resume.checkpoint.parsing.plain_json import Form, FormError, parse_json
-from hyper_resume.checkpoint.tensors.copying import uncollected
+from hyper_resume.checkpoint.parsing.strict_json import JsonFormatError, JsonObject, parse_json
+from hyper_resume.checkpoint.tensors.copying import gc_paused
 from hyper_resume.errors import CheckpointMismatchError, describe
 
 INDEX_NAME = "index.json"
 FORMAT = "hyper_resume.index"
 FORMAT_VERSION = 1
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_MOST_FILES = 1 << 20
-_MOST_DIMENSIONS = 64
-_MOST_SIZE = 1 << 62
+_MAX_FILES = 1 << 20
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 1 << 62
 
 
 def encode(metadata: Metadata) -> bytes:
@@ -88,9 +88,9 @@ def decode(content: bytes, where: str) -> Metadata:
         CheckpointMismatchError: not of this form; chunks overlap or leave a hole; a path leads out of the checkpoint.
     """
     try:
-        with uncollected():
+        with gc_paused():
             return _decode(content)
-    except (FormError, TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError) as error:
+    except (JsonFormatError, TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError) as error:
         raise CheckpointMismatchError(
             describe(
                 "the checkpoint's index can't be read",
@@ -103,22 +103,22 @@ def decode(content: bytes, where: str) -> Metadata:
 
 
 def _decode(content: bytes) -> Metadata:
-    form = Form(parse_json(content))
-    form.refuse_others("format", "format_version", "files", "tensors", "values")
+    form = JsonObject(parse_json(content))
+    form.refuse_unknown_keys("format", "format_version", "files", "tensors", "values")
     if form.text("format") != FORMAT or form.integer("format_version") != FORMAT_VERSION:
-        raise FormError("another format, or another version of it")
-    files = [Form({"file": name}).text("file") for name in form.items("files", most=_MOST_FILES)]
+        raise JsonFormatError("another format, or another version of it")
+    files = [JsonObject({"file": name}).text("file") for name in form.items("files", most=_MAX_FILES)]
     for name in files:
         complaint = path_complaint(name)
         if complaint:
-            raise FormError(f"{complaint}: {shorten(name)}")
+            raise JsonFormatError(f"{complaint}: {shorten(name)}")
     if len(set(files)) != len(files):
         # Places are told apart by the file's number.
-        raise FormError("files: one stands there twice")
+        raise JsonFormatError("files: one stands there twice")
     reader = _Reader(files)
-    for name, item in form.inside("tensors").value.items():
+    for name, item in form.child("tensors").value.items():
         reader.add_tensor(name, item)
-    for name, item in form.inside("values").value.items():
+    for name, item in form.child("values").value.items():
         reader.add_value(name, item)
     reader.refuse_shared_bytes()
     return Metadata(state_dict_metadata=reader.entries, storage_data=reader.places)
@@ -138,7 +138,7 @@ class _Reader:
     def add_tensor(self, name: str, item: Any) -> None:
         """One entry: its type, its shape, its chunks."""
         if type(item) is not list or len(item) != 3 or type(item[2]) is not list:
-            raise FormError(f"entry {shorten(name)}: no type, shape and chunks")
+            raise JsonFormatError(f"entry {shorten(name)}: no type, shape and chunks")
         dtype, shape, chunks = item
         properties = self._properties.get(dtype)
         if properties is None:
@@ -146,8 +146,8 @@ class _Reader:
         size = _size(shape)
         least = self._least.get((dtype, size))
         if least is None:
-            if not is_possible(size, properties.dtype):
-                raise FormError(f"entry {shorten(name)}: no tensor has so many elements")
+            if not is_valid_size(size, properties.dtype):
+                raise JsonFormatError(f"entry {shorten(name)}: no tensor has so many elements")
             least = self._least[dtype, size] = math.prod(size) * properties.dtype.itemsize
         parts: list[ChunkStorageMetadata] = []
         for offsets, sizes, *place in chunks:
@@ -157,29 +157,29 @@ class _Reader:
             is_whole = part.sizes == size and len(part.offsets) == len(size) and not any(part.offsets)
             complaint = "" if is_whole else box_complaint(size, part)
             if complaint:
-                raise FormError(f"entry {shorten(name)}: {complaint}")
+                raise JsonFormatError(f"entry {shorten(name)}: {complaint}")
             index = MetadataIndex(name, part.offsets)
             if index in self.places:
-                raise FormError(f"entry {shorten(name)}: two chunks at one place")
+                raise JsonFormatError(f"entry {shorten(name)}: two chunks at one place")
             self._add_place(index, place, least if is_whole else math.prod(part.sizes) * properties.dtype.itemsize)
         complaint = "" if len(parts) == 1 and is_whole else cover_complaint(size, parts)
         if complaint:
-            raise FormError(f"entry {shorten(name)}: {complaint}")
+            raise JsonFormatError(f"entry {shorten(name)}: {complaint}")
         self.entries[name] = TensorStorageMetadata(properties=properties, size=size, chunks=parts)
 
     def add_value(self, name: str, item: Any) -> None:
         """One entry that is no tensor."""
         if name in self.entries:
-            raise FormError(f"entry {shorten(name)} stands twice")
+            raise JsonFormatError(f"entry {shorten(name)} stands twice")
         self._add_place(MetadataIndex(name), item, 0)
         self.entries[name] = BytesStorageMetadata()
 
     def _add_place(self, index: MetadataIndex, item: Any, least: int) -> None:
         number, offset, length = item
         if type(number) is not int or type(offset) is not int or type(length) is not int:
-            raise FormError(f"entry {shorten(index.fqn)}: its place is no numbers")
-        if number < 0 or not 0 <= offset <= _MOST_SIZE or not least <= length <= _MOST_SIZE:
-            raise FormError(f"entry {shorten(index.fqn)}: it stands at {offset} with {length} bytes")
+            raise JsonFormatError(f"entry {shorten(index.fqn)}: its place is no numbers")
+        if number < 0 or not 0 <= offset <= _MAX_SIZE or not least <= length <= _MAX_SIZE:
+            raise JsonFormatError(f"entry {shorten(index.fqn)}: it stands at {offset} with {length} bytes")
         self._spans.append((number, offset, offset + length))
         self.places[index] = _StorageInfo(self._files[number], offset, length)
 
@@ -189,14 +189,14 @@ class _Reader:
         last, end = -1, 0
         for number, begin, until in self._spans:
             if number == last and begin < end:
-                raise FormError(f"entries share bytes of {shorten(self._files[number])}")
+                raise JsonFormatError(f"entries share bytes of {shorten(self._files[number])}")
             last, end = number, until
 
 
 def _size(numbers: Any) -> torch.Size:
-    if type(numbers) is not list or len(numbers) > _MOST_DIMENSIONS:
-        raise FormError(f"no shape: {shorten(numbers)}")
+    if type(numbers) is not list or len(numbers) > _MAX_DIMENSIONS:
+        raise JsonFormatError(f"no shape: {shorten(numbers)}")
     for number in numbers:
-        if type(number) is not int or not 0 <= number <= _MOST_SIZE:
-            raise FormError(f"no shape: {shorten(numbers)}")
+        if type(number) is not int or not 0 <= number <= _MAX_SIZE:
+            raise JsonFormatError(f"no shape: {shorten(numbers)}")
     return torch.Size(numbers)

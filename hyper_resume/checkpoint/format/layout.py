@@ -26,7 +26,7 @@ _REPLACED_SUFFIX = ".replaced"
 _STEP_DIRECTORY = re.compile(r"global_step_(0|[1-9][0-9]*)")
 # 18 digits outlast any training run, and keep a damaged pointer from making a number or a file name that is too long.
 _POINTER = re.compile(rb"[0-9]{1,18}")
-_MOST_POINTER_BYTES = 64
+_MAX_POINTER_BYTES = 64
 
 # Staging directories of saves that this process has begun and not ended: a sweep must not take them for leftovers.
 _in_progress: set[Path] = set()
@@ -51,20 +51,20 @@ def step_directories(checkpoint_dir: Path) -> list[tuple[int, Path]]:
     return sorted((step, entry) for step, entry in found if step is not None and entry.is_dir())
 
 
-def stepped_aside(checkpoint_dir: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of copies that stepped aside for a save which never took their place (see :func:`commit`).
+def replaced_directories(checkpoint_dir: Path) -> list[tuple[int, Path]]:
+    """Return (step, path) of earlier copies that a save moved to ``.staging`` and never replaced (see :func:`commit`).
 
-    They stand under ``.staging`` until :func:`sweep` puts them back, and until then they are what there is of their step.
+    :func:`clear_leftovers` moves them back. Until then, each is the only copy of its step.
     """
     found = []
     for entry in _entries(checkpoint_dir / STAGING_NAME):
-        step = parse_step(home_of(entry).name)
-        if entry.name.endswith(_REPLACED_SUFFIX) and step is not None and not home_of(entry).exists():
+        step = parse_step(final_path_of(entry).name)
+        if entry.name.endswith(_REPLACED_SUFFIX) and step is not None and not final_path_of(entry).exists():
             found.append((step, entry))
     return found
 
 
-def home_of(directory: Path) -> Path:
+def final_path_of(directory: Path) -> Path:
     """Return where a directory under ``.staging`` belongs; any other one as it is."""
     if directory.parent.name != STAGING_NAME:
         return directory
@@ -83,10 +83,10 @@ def why_incomplete(directory: Path) -> str:
         found = read_manifest(directory)
     except CheckpointMismatchError as error:
         return f"can't be trusted: {error}"
-    return what_is_missing(directory, found)
+    return why_incomplete_by_manifest(directory, found)
 
 
-def what_is_missing(directory: Path, manifest: Manifest | None) -> str:
+def why_incomplete_by_manifest(directory: Path, manifest: Manifest | None) -> str:
     """As :func:`why_incomplete`, for a directory whose manifest was read already (None: it has none)."""
     if manifest is not None:
         missing = verify_files(directory, manifest, sorted(manifest.files), digests=False)
@@ -99,7 +99,7 @@ def read_pointer(checkpoint_dir: Path) -> tuple[int | None, str]:
     """Return the step that the pointer names, and what is wrong with it ("" where nothing is, and where there is none)."""
     pointer = checkpoint_dir / POINTER_NAME
     try:
-        content = operations.read_bytes(pointer, _MOST_POINTER_BYTES).strip()
+        content = operations.read_bytes(pointer, _MAX_POINTER_BYTES).strip()
     except FileNotFoundError:
         return None, ""
     except OSError as error:
@@ -122,7 +122,7 @@ def new_staging_directory(target: Path) -> Path:
     return staging
 
 
-def sweep(checkpoint_dir: Path) -> None:
+def clear_leftovers(checkpoint_dir: Path) -> None:
     """Clear what dead saves and deletions left behind. Called before a run's first save, when no other run saves here.
 
     A complete step directory that had stepped aside for a save which never took its place is put back; all else under
@@ -131,7 +131,7 @@ def sweep(checkpoint_dir: Path) -> None:
     for leftover in _entries(checkpoint_dir / STAGING_NAME):
         if leftover.absolute() in _in_progress:
             continue
-        target = home_of(leftover)
+        target = final_path_of(leftover)
         if not leftover.name.endswith(_REPLACED_SUFFIX) or target.exists():
             logger.warning("removing %s, left by a save that did not finish", leftover)
             remove(leftover)
@@ -154,9 +154,9 @@ def _entries(directory: Path) -> list[Path]:
     return sorted(directory.iterdir()) if directory.is_dir() else []
 
 
-def discard(staging: Path) -> None:
+def discard_staging(staging: Path) -> None:
     """Delete what a save that has failed left under ``.staging``; an earlier copy that stands in its place is left there."""
-    found = manifest_of(staging)
+    found = manifest_or_none(staging)
     if found is None or found.attempt == staging.name:
         remove(staging)
     _in_progress.discard(staging.absolute())
@@ -173,7 +173,7 @@ def commit(staging: Path, target: Path) -> Path | None:
 
     A directory of an earlier attempt at the same step changes places with it, so that there is one whole copy under the name
     at any moment. Where the file system can't exchange two names, the earlier one steps aside first: stopping between the two
-    renames then leaves both copies under ``.staging``, from where :func:`sweep` puts the earlier one back.
+    renames then leaves both copies under ``.staging``, from where :func:`clear_leftovers` puts the earlier one back.
 
     Where the last sync fails all of it is taken back: a save that reports a failure has published nothing, and the earlier
     copy, which alone is known to be on the device, is under its name again.
@@ -205,15 +205,15 @@ def commit(staging: Path, target: Path) -> Path | None:
         disk.sync_directory(target.parent)
     except OSError as error:
         try:
-            _take_back(staging, target, aside)
+            _undo_commit(staging, target, aside)
         except OSError:
-            raise _of_unknown_durability(target, error) from error
+            raise _unknown_durability_error(target, error) from error
         raise
     _in_progress.discard(staging.absolute())
     return aside
 
 
-def _of_unknown_durability(target: Path, error: OSError) -> CheckpointSaveError:
+def _unknown_durability_error(target: Path, error: OSError) -> CheckpointSaveError:
     return CheckpointSaveError(
         describe(
             "the checkpoint is complete, but whether it survives a power cut is not known, and it could not be taken back",
@@ -224,7 +224,7 @@ def _of_unknown_durability(target: Path, error: OSError) -> CheckpointSaveError:
     )
 
 
-def _take_back(staging: Path, target: Path, aside: Path | None) -> None:
+def _undo_commit(staging: Path, target: Path, aside: Path | None) -> None:
     disk = operations.current()
     if aside == staging:
         disk.exchange(staging, target)
@@ -254,7 +254,7 @@ def write_pointer(checkpoint_dir: Path, global_step: int) -> None:
     operations.current().sync_directory(checkpoint_dir)
 
 
-def manifest_of(directory: Path) -> Manifest | None:
+def manifest_or_none(directory: Path) -> Manifest | None:
     """Return the manifest; None where there is none, or none that can be trusted."""
     try:
         return read_manifest(directory)

@@ -19,8 +19,8 @@ from typing import Any
 from hyper_resume import digest
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.format import segments
-from hyper_resume.checkpoint.parsing.plain_json import Form, FormError, parse_json
-from hyper_resume.checkpoint.tensors.copying import in_threads
+from hyper_resume.checkpoint.parsing.strict_json import JsonFormatError, JsonObject, parse_json
+from hyper_resume.checkpoint.tensors.threads import map_in_threads
 from hyper_resume.errors import CheckpointMismatchError, describe
 
 MANIFEST_NAME = "manifest.json"
@@ -30,12 +30,12 @@ FORMAT_VERSION = 2
 # The first had other forms of digests, which are still compared.
 _VERSIONS_READ = (1, 2)
 MISSING = "it is missing"
-MOST_ANCESTORS = 512
+MAX_ANCESTORS = 512
 # 10,000 ranks with seven buckets and two files each make about 10 MB.
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 _WINDOW_BYTES = 16 << 20
-_MOST_SHOWN = 500
-_MOST_RANKS_IN_LINES = 64
+_MAX_SHOWN = 500
+_MAX_RANKS_IN_LINES = 64
 # One directory level at most; neither hidden by a leading dot below one, nor able to leave the step directory.
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)?[A-Za-z0-9_][A-Za-z0-9_.-]*|\.[A-Za-z0-9_.-]+")
 # A directory of any name may be saved to, and its name begins the id. The id is the name of a directory in its turn.
@@ -112,13 +112,13 @@ def encode(manifest: Manifest) -> bytes:
     }
     whole = {**content, "digest": _own_digest(content)}
     # Lines for people to read; of a thousand ranks nobody reads them, and they take longer to make than all else.
-    indent = 1 if manifest.world_size <= _MOST_RANKS_IN_LINES else None
+    indent = 1 if manifest.world_size <= _MAX_RANKS_IN_LINES else None
     return json.dumps(whole, indent=indent, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
 def _own_digest(content: Mapping[str, Any]) -> str:
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return digest.digest_bytes([canonical.encode()])
+    return digest.bytes_digest_text([canonical.encode()])
 
 
 def decode(content: bytes, where: str) -> Manifest:
@@ -132,79 +132,79 @@ def decode(content: bytes, where: str) -> Manifest:
         CheckpointMismatchError: damaged, not of this form, or of a newer version.
     """
     try:
-        if len(content) > _MOST_BYTES:
-            raise FormError(f"{len(content)} bytes; at most {_MOST_BYTES} are read")
+        if len(content) > _MAX_BYTES:
+            raise JsonFormatError(f"{len(content)} bytes; at most {_MAX_BYTES} are read")
         return _decode(parse_json(content))
-    except (FormError, RecursionError) as error:
+    except (JsonFormatError, RecursionError) as error:
         is_other = isinstance(error, _OtherVersion)
         raise CheckpointMismatchError(
             describe(
                 "the checkpoint's manifest can't be trusted",
                 where=where,
                 expected=f"{FORMAT} of version {' or '.join(map(str, _VERSIONS_READ))}, as it was written",
-                found=str(error)[:_MOST_SHOWN],
+                found=str(error)[:_MAX_SHOWN],
                 do="resume with the version of hyper_resume that wrote it" if is_other else _DO,
             )
         ) from error
 
 
-class _OtherVersion(FormError):
+class _OtherVersion(JsonFormatError):
     """Nothing is wrong with the file; this version of the library does not know its form."""
 
 
 def _decode(found: Any) -> Manifest:
-    form = Form(found)
+    form = JsonObject(found)
     if form.text("format") != FORMAT:
-        raise FormError(f"a file of format {found['format'][:80]!r}")
+        raise JsonFormatError(f"a file of format {found['format'][:80]!r}")
     if form.integer("format_version") not in _VERSIONS_READ:
         raise _OtherVersion(f"{FORMAT} of version {found['format_version']}")
     if "mesh" not in found:
-        raise FormError("mesh: missing")
+        raise JsonFormatError("mesh: missing")
     own = form.text("digest")
     content = {key: value for key, value in found.items() if key != "digest"}
     if own != _own_digest(content):
-        raise FormError("its content does not have the digest that it states")
+        raise JsonFormatError("its content does not have the digest that it states")
     manifest = Manifest(
         step=form.integer("step", least=0),
         attempt=form.text("attempt", pattern=_ATTEMPT),
         ordinal=form.integer("ordinal", least=0),
-        ancestors=tuple(_ancestor(item) for item in form.items("ancestors", most=MOST_ANCESTORS)),
+        ancestors=tuple(_ancestor(item) for item in form.items("ancestors", most=MAX_ANCESTORS)),
         world_size=form.integer("world_size", least=1),
         mesh=_mesh(found["mesh"]),
         created_at=form.text("created_at"),
-        versions={name: form.inside("versions").text(name) for name in form.names("versions")},
-        metrics={name: form.inside("metrics").number(name) for name in form.names("metrics")},
-        files={name: _file_entry(name, form.inside("files").inside(name)) for name in form.names("files")},
-        buckets={rank: _bucket_digests(rank, form.inside("buckets").inside(rank)) for rank in form.names("buckets")},
-        names={rank: _bucket_digests(rank, form.inside("names").inside(rank)) for rank in form.names("names")},
+        versions={name: form.child("versions").text(name) for name in form.keys_of("versions")},
+        metrics={name: form.child("metrics").number(name) for name in form.keys_of("metrics")},
+        files={name: _file_entry(name, form.child("files").child(name)) for name in form.keys_of("files")},
+        buckets={rank: _bucket_digests(rank, form.child("buckets").child(rank)) for rank in form.keys_of("buckets")},
+        names={rank: _bucket_digests(rank, form.child("names").child(rank)) for rank in form.keys_of("names")},
     )
-    form.refuse_others("format", "format_version", "digest", *Manifest.__dataclass_fields__)
+    form.refuse_unknown_keys("format", "format_version", "digest", *Manifest.__dataclass_fields__)
     if METADATA_NAME not in manifest.files:
-        raise FormError(f"files: {METADATA_NAME} is not among them")
+        raise JsonFormatError(f"files: {METADATA_NAME} is not among them")
     return manifest
 
 
 def _ancestor(item: Any) -> tuple[int, str]:
-    pair = Form({"step": item[0], "attempt": item[1]} if isinstance(item, list) and len(item) == 2 else item)
+    pair = JsonObject({"step": item[0], "attempt": item[1]} if isinstance(item, list) and len(item) == 2 else item)
     return pair.integer("step", least=0), pair.text("attempt", pattern=_ATTEMPT)
 
 
 def _mesh(found: Any) -> Mesh | None:
     if found is None:
         return None
-    form = Form(found)
-    form.refuse_others("names", "shape")
-    names = [Form({"name": item}).text("name") for item in form.items("names", most=16)]
-    shape = [Form({"size": item}).integer("size", least=1) for item in form.items("shape", most=16)]
+    form = JsonObject(found)
+    form.refuse_unknown_keys("names", "shape")
+    names = [JsonObject({"name": item}).text("name") for item in form.items("names", most=16)]
+    shape = [JsonObject({"size": item}).integer("size", least=1) for item in form.items("shape", most=16)]
     if len(names) != len(shape):
-        raise FormError(f"mesh: {len(names)} names and {len(shape)} sizes")
+        raise JsonFormatError(f"mesh: {len(names)} names and {len(shape)} sizes")
     return Mesh(names=tuple(names), shape=tuple(shape))
 
 
-def _file_entry(name: str, form: Form) -> FileEntry:
+def _file_entry(name: str, form: JsonObject) -> FileEntry:
     if not _FILE_NAME.fullmatch(name) or name.split("/")[-1] in (".", "..", MANIFEST_NAME):
-        raise FormError(f"a file name that no save writes: {name[:80]!r}")
-    form.refuse_others("size_bytes", "digest", "rank")
+        raise JsonFormatError(f"a file name that no save writes: {name[:80]!r}")
+    form.refuse_unknown_keys("size_bytes", "digest", "rank")
     return FileEntry(
         size_bytes=form.integer("size_bytes", least=0),
         digest=_digest(form, "digest"),
@@ -212,16 +212,16 @@ def _file_entry(name: str, form: Form) -> FileEntry:
     )
 
 
-def _bucket_digests(rank: str, form: Form) -> dict[str, str]:
+def _bucket_digests(rank: str, form: JsonObject) -> dict[str, str]:
     if not _RANK.fullmatch(rank):
-        raise FormError(f"a rank that is no number: {rank[:80]!r}")
+        raise JsonFormatError(f"a rank that is no number: {rank[:80]!r}")
     return {bucket: _digest(form, bucket) for bucket in form.value}
 
 
-def _digest(form: Form, key: str) -> str:
+def _digest(form: JsonObject, key: str) -> str:
     text = form.text(key)
-    if not digest.is_digest(text):
-        raise FormError(f"{key}: expected a digest of {digest.ALGORITHM}, found {text[:80]!r}")
+    if not digest.is_digest_text(text):
+        raise JsonFormatError(f"{key}: expected a digest of {digest.ALGORITHM}, found {text[:80]!r}")
     return text
 
 
@@ -233,7 +233,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """
     path = directory / MANIFEST_NAME
     try:
-        content = operations.read_bytes(path, _MOST_BYTES)
+        content = operations.read_bytes(path, _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -294,7 +294,7 @@ def _verify_one(
             return f"expected {entry.size_bytes} bytes, found {status.st_size}"
         if not digests:
             return ""
-        if digest.is_of_table(entry.digest):
+        if digest.is_table_digest(entry.digest):
             with operations.current().open_read(path) as file:
                 complaint, verified = segments.verify(file, entry.digest)
             if verified is not None and verified_files is not None:
@@ -315,21 +315,23 @@ def digest_file(path: Path, *, like: str) -> str:
         OSError: it can't be read.
     """
     with operations.current().open_read(path) as file:
-        if digest.is_of_table(like):
+        if digest.is_table_digest(like):
             table = segments.read_table(file)
-            return "" if table is None else digest.text_of_table(table)
-        if not digest.is_of_blocks(like):
-            return digest.digest_bytes(_windows(file, 0, file.size_bytes))
+            return "" if table is None else digest.table_digest_text(table)
+        if not digest.is_blocks_digest(like):
+            return digest.bytes_digest_text(_windows(file, 0, file.size_bytes))
         begins = range(0, file.size_bytes, digest.BLOCK_BYTES)
         spans = [(begin, min(begin + digest.BLOCK_BYTES, file.size_bytes)) for begin in begins]
-        return digest.text_of_blocks(in_threads(lambda span: digest.raw_digest(_windows(file, *span)), spans))
+        return digest.blocks_digest_text(
+            map_in_threads(lambda span: digest.chunks_digest(_windows(file, *span)), spans)
+        )
 
 
 def _windows(file: operations.InputFile, begin: int, end: int) -> Iterator[memoryview]:
     for offset in range(begin, end, _WINDOW_BYTES):
         length = min(_WINDOW_BYTES, end - offset)
-        file.bring(offset, length)
-        yield file.part(offset, length)
+        file.preload(offset, length)
+        yield file.view(offset, length)
 
 
 def unlisted_files(directory: Path, manifest: Manifest) -> list[str]:

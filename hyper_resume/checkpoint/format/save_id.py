@@ -16,15 +16,15 @@ from typing import Any
 from hyper_resume.errors import CheckpointMismatchError, describe
 
 SAVE_ID = "save_id"
-SHARD_ENTRY = re.compile(r"save_id\.(rank_[0-9]+)")
+SHARD_ENTRY_PATTERN = re.compile(r"save_id\.(rank_[0-9]+)")
 
 
-def mark_shards(payload: dict[str, Any], save_id: str, rank: int) -> None:
+def add_save_id(payload: dict[str, Any], save_id: str, rank: int) -> None:
     """Add to ``payload`` what will say, inside this rank's shard file, which save it is of."""
     payload[SAVE_ID] = {f"rank_{rank}": save_id}
 
 
-def check_training_state(state: Mapping[str, Any], save_id: str | None, directory: Path) -> None:
+def check_same_save(state: Mapping[str, Any], save_id: str | None, directory: Path) -> None:
     """Refuse training state of another save than the shards beside it.
 
     Args:
@@ -36,10 +36,12 @@ def check_training_state(state: Mapping[str, Any], save_id: str | None, director
         CheckpointMismatchError: it is of another save, or does not say.
     """
     if save_id is not None:
-        refuse_mixture({"the shards": save_id, f"extra_state of rank {state['rank']}": state.get(SAVE_ID)}, directory)
+        refuse_mixed_saves(
+            {"the shards": save_id, f"extra_state of rank {state['rank']}": state.get(SAVE_ID)}, directory
+        )
 
 
-def refuse_mixture(found: Mapping[str, Any], directory: Path) -> None:
+def refuse_mixed_saves(found: Mapping[str, Any], directory: Path) -> None:
     """Refuse parts of different saves.
 
     Args:

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from hyper_resume import digest
 from hyper_resume.checkpoint.disk.operations import InputFile
-from hyper_resume.checkpoint.tensors.copying import in_threads
+from hyper_resume.checkpoint.tensors.threads import map_in_threads
 
 _SEGMENT = struct.Struct("<Q16s")
 _END = struct.Struct("<Q8s")
 _MAGIC = b"hrsegm01"
 # What one thread takes at a time.
 _RUN_BYTES = 8 << 20
-_MOST_SHOWN = 3
+_MAX_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ def read_table(file: InputFile) -> memoryview | None:
     size = file.size_bytes
     if size < _END.size:
         return None
-    file.bring(size - _END.size, _END.size)
-    end = file.part(size - _END.size, _END.size)
+    file.preload(size - _END.size, _END.size)
+    end = file.view(size - _END.size, _END.size)
     if len(end) != _END.size:
         return None
     count, magic = _END.unpack(end)
     table_bytes = count * _SEGMENT.size + _END.size
     if magic != _MAGIC or table_bytes > size:
         return None
-    file.bring(size - table_bytes, table_bytes)
-    return file.part(size - table_bytes, table_bytes)
+    file.preload(size - table_bytes, table_bytes)
+    return file.view(size - table_bytes, table_bytes)
 
 
 def decode(table: memoryview, file_bytes: int) -> list[Segment] | None:
@@ -88,13 +88,13 @@ class VerifiedFile:
     identity: tuple[int, ...]
     segments: dict[int, Segment]
 
-    def is_of(self, path: Path) -> bool:
+    def is_unchanged(self, path: Path) -> bool:
         """True when ``path`` is still the file that was verified, and was not written to since.
 
         Raises:
             OSError: there is none.
         """
-        return identity(path.lstat()) == self.identity
+        return file_identity(path.lstat()) == self.identity
 
     def data_digest(self, begin: int, length: int) -> bytes | None:
         """Return :func:`digest.data_digest` of bytes of the file; None where they are no segments of their own."""
@@ -115,10 +115,10 @@ def data_digest(segments: Mapping[int, Segment], begin: int, length: int) -> byt
         if segment is None or segment.length != min(digest.BLOCK_BYTES, begin + length - at):
             return None
         blocks.append(segment.digest)
-    return digest.joined(blocks) if blocks else None
+    return digest.combine_block_digests(blocks) if blocks else None
 
 
-def identity(status: os.stat_result) -> tuple[int, ...]:
+def file_identity(status: os.stat_result) -> tuple[int, ...]:
     """Return what tells a file from any other, and from what it was before it was changed."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -136,20 +136,22 @@ def verify(file: InputFile, expected: str) -> tuple[str, VerifiedFile | None]:
     Raises:
         OSError: it can't be read.
     """
-    before = identity(os.fstat(file.fileno()))
+    before = file_identity(os.fstat(file.fileno()))
     table = read_table(file)
-    found = "no table of digests" if table is None else digest.text_of_table(table)
+    found = "no table of digests" if table is None else digest.table_digest_text(table)
     if table is None or found != expected:
         return f"expected digest {expected}, found {found}", None
     segments = decode(table, file.size_bytes)
     if segments is None:
         return f"its table of digests does not cover its {file.size_bytes} bytes", None
-    damaged = [segment for of_run in in_threads(lambda run: _damaged(file, run), _runs(segments)) for segment in of_run]
+    damaged = [
+        segment for of_run in map_in_threads(lambda run: _damaged(file, run), _runs(segments)) for segment in of_run
+    ]
     if damaged:
-        spans = [f"{segment.begin} to {segment.begin + segment.length}" for segment in damaged[:_MOST_SHOWN]]
-        more = f" and {len(damaged) - _MOST_SHOWN} more" if len(damaged) > _MOST_SHOWN else ""
+        spans = [f"{segment.begin} to {segment.begin + segment.length}" for segment in damaged[:_MAX_SHOWN]]
+        more = f" and {len(damaged) - _MAX_SHOWN} more" if len(damaged) > _MAX_SHOWN else ""
         return f"expected digest {expected}, found other bytes at {', '.join(spans)}{more}", None
-    content = file.whole()
+    content = file.view_all()
     return "", None if content is None else VerifiedFile(
         content, expected, before, {segment.begin: segment for segment in segments}
     )
@@ -170,8 +172,8 @@ def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
 
 def _damaged(file: InputFile, run: Sequence[Segment]) -> list[Segment]:
     begin, length = run[0].begin, sum(segment.length for segment in run)
-    file.bring(begin, length)
-    content = file.part(begin, length)
+    file.preload(begin, length)
+    content = file.view(begin, length)
     return [
         segment
         for segment in run

@@ -14,8 +14,8 @@ from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.format.manifest import (
     MANIFEST_NAME,
+    MAX_ANCESTORS,
     METADATA_NAME,
-    MOST_ANCESTORS,
     Manifest,
     read_manifest,
 )
@@ -47,9 +47,9 @@ class Candidate:
         return (-1 if self.manifest is None else self.manifest.ordinal, self.step)
 
 
-def survey(checkpoint_dir: Path) -> list[Candidate]:
+def list_candidates(checkpoint_dir: Path) -> list[Candidate]:
     """Return all step directories, in no order; also those that stepped aside for a save that never came."""
-    found = layout.step_directories(checkpoint_dir) + layout.stepped_aside(checkpoint_dir)
+    found = layout.step_directories(checkpoint_dir) + layout.replaced_directories(checkpoint_dir)
     return [_candidate(step, path) for step, path in found]
 
 
@@ -63,11 +63,13 @@ def _candidate(step: int, path: Path) -> Candidate:
         return Candidate(
             step=step, path=path, manifest=None, complaint=f"has a {MANIFEST_NAME} of global_step {manifest.step}"
         )
-    return Candidate(step=step, path=path, manifest=manifest, complaint=layout.what_is_missing(path, manifest))
+    return Candidate(
+        step=step, path=path, manifest=manifest, complaint=layout.why_incomplete_by_manifest(path, manifest)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class ResumeOrder:
     """What a resume tries, best first; and why other step directories are out, one sentence each."""
 
     directories: tuple[Path, ...]
@@ -75,7 +77,7 @@ class Order:
     was_published: bool
 
 
-def in_order(checkpoint_dir: Path) -> Order:
+def resume_order(checkpoint_dir: Path) -> ResumeOrder:
     """Find out what LATEST may mean: what the pointer names, then what that descends from, newest first.
 
     Where the pointer is of no use the newest save by ordinal takes its place. A directory without a manifest (stock DCP)
@@ -86,9 +88,9 @@ def in_order(checkpoint_dir: Path) -> Order:
     """
     _refuse_file(checkpoint_dir)
     pointed, complaint = layout.read_pointer(checkpoint_dir)
-    found = survey(checkpoint_dir)
+    found = list_candidates(checkpoint_dir)
     head = next((one for one in found if one.step == pointed), None)
-    if head is not None and not _is_its_own(head):
+    if head is not None and not _manifest_is_of_metadata(head):
         # What another save descends from says nothing of this one.
         found.remove(head)
         head = replace(
@@ -105,7 +107,7 @@ def in_order(checkpoint_dir: Path) -> Order:
     directories: list[Path] = []
     complaints = [complaint] if complaint else []
     for one in rest if head is None else [head, *rest]:
-        against = one.complaint or _not_of_lineage(one, lineage, pointed, head)
+        against = one.complaint or _why_not_in_lineage(one, lineage, pointed, head)
         if lineage is None and one.manifest is not None and not _is_beyond(one, pointed, head):
             lineage = set(one.manifest.ancestors)
         if not against:
@@ -113,19 +115,19 @@ def in_order(checkpoint_dir: Path) -> Order:
         elif one is not head:
             logger.warning("skipping %s: %s", one.path, against)
             complaints.append(f"{one.path.name}: {against}")
-    return Order(
+    return ResumeOrder(
         directories=tuple(directories),
         complaints=tuple(complaints),
         was_published=pointed is not None or bool(complaint) or any(one.was_committed for one in found),
     )
 
 
-def _is_its_own(one: Candidate) -> bool:
+def _manifest_is_of_metadata(one: Candidate) -> bool:
     """False for a manifest that came from another attempt at the step: ``.metadata`` tells which save it is of."""
     if one.manifest is None:
         return True
     try:
-        content = operations.read_bytes(one.path / METADATA_NAME, safe_load.MOST_METADATA_BYTES)
+        content = operations.read_bytes(one.path / METADATA_NAME, safe_load.MAX_METADATA_BYTES)
     except OSError:
         return True
     return one.manifest.attempt.encode() in content
@@ -144,7 +146,7 @@ def _refuse_file(checkpoint_dir: Path) -> None:
         )
 
 
-def _not_of_lineage(
+def _why_not_in_lineage(
     one: Candidate, lineage: set[tuple[int, str]] | None, pointed: int | None, head: Candidate | None
 ) -> str:
     if one.manifest is None or one is head:
@@ -156,12 +158,12 @@ def _not_of_lineage(
     return ""
 
 
-def refuse_if_published(checkpoint_dir: Path, order: Order, complaints: list[str]) -> None:
+def refuse_if_published(checkpoint_dir: Path, order: ResumeOrder, complaints: list[str]) -> None:
     """Raise when something was published and none of it can be resumed from: a start from scratch would be a silent loss.
 
     Args:
         checkpoint_dir: the root.
-        order: what :func:`in_order` found.
+        order: what :func:`resume_order` found.
         complaints: why each of ``order.directories`` was refused.
 
     Raises:
@@ -190,22 +192,24 @@ def _is_beyond(one: Candidate, pointed: int | None, head: Candidate | None) -> b
 
 def next_ordinal(checkpoint_dir: Path) -> int:
     """Return an ordinal above all that this root has."""
-    ordinals = [one.manifest.ordinal for one in survey(checkpoint_dir) if one.manifest is not None]
+    ordinals = [one.manifest.ordinal for one in list_candidates(checkpoint_dir) if one.manifest is not None]
     return max(ordinals, default=0) + 1
 
 
-def descendants_of(manifest: Manifest) -> Ancestors:
+def ancestors_of_next_save(manifest: Manifest) -> Ancestors:
     """Return the ancestors of a save that comes next after the one of ``manifest``."""
-    return extend(manifest.ancestors, manifest.step, manifest.attempt)
+    return extend_ancestors(manifest.ancestors, manifest.step, manifest.attempt)
 
 
-def extend(ancestors: Ancestors, step: int, attempt: str) -> Ancestors:
-    """Return ``ancestors`` and one more, at most :data:`MOST_ANCESTORS`; a step that is passed again takes its new attempt."""
-    return (*(one for one in ancestors if one[0] < step), (step, attempt))[-MOST_ANCESTORS:]
+def extend_ancestors(ancestors: Ancestors, step: int, attempt: str) -> Ancestors:
+    """Return ``ancestors`` and one more, at most :data:`MAX_ANCESTORS`; a step that is passed again takes its new attempt."""
+    return (*(one for one in ancestors if one[0] < step), (step, attempt))[-MAX_ANCESTORS:]
 
 
 def current_lineage(checkpoint_dir: Path) -> Ancestors:
     """Return what a save descends from that goes on from wherever the pointer is; () in an empty root."""
     pointed, _ = layout.read_pointer(checkpoint_dir)
-    manifest = None if pointed is None else layout.manifest_of(checkpoint_dir / layout.step_directory_name(pointed))
-    return () if manifest is None else descendants_of(manifest)
+    manifest = (
+        None if pointed is None else layout.manifest_or_none(checkpoint_dir / layout.step_directory_name(pointed))
+    )
+    return () if manifest is None else ancestors_of_next_save(manifest)

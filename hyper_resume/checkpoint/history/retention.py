@@ -37,7 +37,7 @@ class Retention:
         return self.keep_last is None and self.keep_every is None and self.keep_best == 0
 
 
-def outdated(retention: Retention, checkpoint_dir: Path, protected: Collection[Path] = ()) -> list[Candidate]:
+def find_outdated(retention: Retention, checkpoint_dir: Path, protected: Collection[Path] = ()) -> list[Candidate]:
     """Return what retention does not keep, oldest first. Looks only.
 
     Only real directories that are complete by this library's manifest count. What another tool put there stays, and what
@@ -46,7 +46,7 @@ def outdated(retention: Retention, checkpoint_dir: Path, protected: Collection[P
     """
     if retention.keeps_all:
         return []
-    found = lineage.survey(checkpoint_dir)
+    found = lineage.list_candidates(checkpoint_dir)
     # A copy that somebody made under another step's name was made to be kept.
     whole = [one for one in found if one.manifest and not one.complaint and _is_at_home(one.path)]
     whole.sort(key=lambda one: one.order)
@@ -59,7 +59,7 @@ def outdated(retention: Retention, checkpoint_dir: Path, protected: Collection[P
 
 
 def _is_at_home(path: Path) -> bool:
-    return not path.is_symlink() and layout.home_of(path) == path
+    return not path.is_symlink() and layout.final_path_of(path) == path
 
 
 def _best(retention: Retention, whole: list[Candidate]) -> list[Candidate]:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from hyper_resume import collective
 from hyper_resume.checkpoint.format.bucket_digests import bucket_digests, name_digests
 from hyper_resume.checkpoint.format.manifest import Manifest
-from hyper_resume.checkpoint.loading.entries import Read
+from hyper_resume.checkpoint.loading.entry_reader import ReadResult
 from hyper_resume.checkpoint.loading.required_entries import (
     MODEL_BUCKET,
     check_model_entries,
@@ -21,7 +21,7 @@ from hyper_resume.checkpoint.loading.required_entries import (
     describe_stored,
     has_same_form,
 )
-from hyper_resume.checkpoint.tensors.copying import copy_all
+from hyper_resume.checkpoint.tensors.copying import copy_tensors
 from hyper_resume.checkpoint.tensors.flattening import flatten
 from hyper_resume.errors import CheckpointMismatchError, describe
 
@@ -43,11 +43,11 @@ class LoadBuffers:
         self._read: dict[str, Any] = {}
         self._known: Mapping[str, bytes] = {}
 
-    def of_bucket(self, bucket: str) -> dict[str, Any]:
+    def entries_of_bucket(self, bucket: str) -> dict[str, Any]:
         """Return name -> live value of one bucket's entries."""
         return {name: value for name, value in self._live.items() if self._places[name][0] == bucket}
 
-    def refuse_other_forms(self, metadata: Metadata, where: str, *, checked: Container[str] = ()) -> None:
+    def check_forms(self, metadata: Metadata, where: str, *, checked: Container[str] = ()) -> None:
         """Refuse an entry of another shape or type than the live one; a copy would convert it without a word.
 
         Args:
@@ -71,16 +71,16 @@ class LoadBuffers:
                     )
                 )
 
-    def take(self, found: Read) -> None:
+    def store(self, found: ReadResult) -> None:
         """Take what was read for ``wanted``."""
         self._read, self._known = found.values, found.data_digests
 
-    def nested(self) -> dict[str, Any]:
+    def nested_state(self) -> dict[str, Any]:
         """Return the state as it will be, in the form of the live one."""
         found: dict[str, Any] = unflatten_state_dict({**self._live, **self._read}, self._places)
         return found
 
-    def not_as_saved(self, manifest: Manifest | None) -> set[str]:
+    def incomparable_buckets(self, manifest: Manifest | None) -> set[str]:
         """Buckets of which this rank asks for other entries than it saved, so that their digests can't be compared."""
         saved = {} if manifest is None else manifest.names.get(str(collective.rank()), {})
         asked = name_digests(self._live)
@@ -90,7 +90,7 @@ class LoadBuffers:
         """Bucket -> digest of what was read, taken as those in ``like`` are."""
         return bucket_digests({**self._live, **self._read}, like, self._known)
 
-    def fill(self) -> None:
+    def write_to_live_state(self) -> None:
         """Write to the live state what was read. Nothing here can fail for the checkpoint's sake."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, value in self._read.items():
@@ -99,7 +99,7 @@ class LoadBuffers:
                 pairs.append((live, value))
             else:
                 set_element(self.state, self._places[name], value)
-        copy_all(pairs)
+        copy_tensors(pairs)
 
 
 def prepare_buffers(state: dict[str, Any], metadata: Metadata, path: str, *, strict_model: bool) -> LoadBuffers:
@@ -109,13 +109,13 @@ def prepare_buffers(state: dict[str, Any], metadata: Metadata, path: str, *, str
         CheckpointMismatchError: a missing model key, or an entry of another shape or type.
     """
     incoming = LoadBuffers(state, metadata)
-    model = incoming.of_bucket(MODEL_BUCKET)
+    model = incoming.entries_of_bucket(MODEL_BUCKET)
     check_model_entries(model, metadata, strict=strict_model, where=path)
-    incoming.refuse_other_forms(metadata, path, checked=model)
+    incoming.check_forms(metadata, path, checked=model)
     return incoming
 
 
-def common(of_ranks: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+def unread_on_all_ranks(of_ranks: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """Return what is in all of them: an entry that one rank asks for is read, whatever the others ask for."""
     return tuple(sorted(set(of_ranks[0]).intersection(*of_ranks[1:])))
 

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from hyper_resume import collective
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.format import layout
-from hyper_resume.checkpoint.format.description import read_metadata
 from hyper_resume.checkpoint.format.manifest import (
     MANIFEST_NAME,
     MISSING,
@@ -25,6 +24,7 @@ from hyper_resume.checkpoint.format.manifest import (
     unlisted_files,
     verify_files,
 )
+from hyper_resume.checkpoint.format.metadata import read_metadata
 from hyper_resume.checkpoint.format.segments import VerifiedFile
 from hyper_resume.checkpoint.parsing import safe_load
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
@@ -73,9 +73,9 @@ def verify(
         if entry.rank % world_size == rank and _part_of(name) in parts
     ]
     check = partial(_verify_one, directory, manifest, verified_files, digests=how == "digest")
-    found = collective.agree(lambda: [complaint for name in own if (complaint := check(name))], group)
-    complaints = [complaint for of_rank in collective.gather(found, group) for complaint in of_rank]
-    complaints = [*wrong_name(directory, manifest), *complaints]
+    found = collective.on_all_ranks(lambda: [complaint for name in own if (complaint := check(name))], group)
+    complaints = [complaint for of_rank in collective.all_gather(found, group) for complaint in of_rank]
+    complaints = [*step_name_mismatch(directory, manifest), *complaints]
     if complaints:
         only_missing = all(complaint.endswith(MISSING) for complaint in complaints)
         raise (CheckpointNotFoundError if only_missing else CheckpointMismatchError)(
@@ -91,7 +91,7 @@ def verify(
     return manifest
 
 
-def wrong_name(directory: Path, manifest: Manifest) -> list[str]:
+def step_name_mismatch(directory: Path, manifest: Manifest) -> list[str]:
     """Return a complaint about a step directory under another step's name, if it is one; any other name will do."""
     step = layout.parse_step(directory.name)
     if step in (None, manifest.step):
@@ -99,7 +99,7 @@ def wrong_name(directory: Path, manifest: Manifest) -> list[str]:
     return [f"the directory's name says step {step}, its manifest step {manifest.step}"]
 
 
-def check_description(directory: Path, manifest: Manifest | None) -> Metadata:
+def check_metadata(directory: Path, manifest: Manifest | None) -> Metadata:
     """Read a step directory's description of its entries and hold it against the files.
 
     It may name only files that the manifest knows, as others would be read without a digest; where there is no manifest it
@@ -124,7 +124,7 @@ def check_description(directory: Path, manifest: Manifest | None) -> Metadata:
                 do="resume from another checkpoint",
             )
         )
-    safe_load.check_extents(directory, metadata)
+    safe_load.check_file_sizes(directory, metadata)
     return metadata
 
 

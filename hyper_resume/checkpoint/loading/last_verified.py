@@ -35,7 +35,7 @@ class LastVerified:
         self._how: Literal["digest", "size"] = how
         self._last: _Known | None = None
 
-    def of(self, directory: Path, group: dist.ProcessGroup | None, *, training_state: bool) -> Verified:
+    def verify(self, directory: Path, group: dist.ProcessGroup | None, *, training_state: bool) -> Verified:
         """Verify of a directory what this process has not just verified; every rank calls it.
 
         Returns:
@@ -56,8 +56,8 @@ class LastVerified:
             )
             known.parts |= parts
         if known.metadata is None:
-            known.metadata = collective.agree(
-                lambda: file_verification.check_description(directory, known.manifest), group
+            known.metadata = collective.on_all_ranks(
+                lambda: file_verification.check_metadata(directory, known.manifest), group
             )
         self._last = known
         return known.manifest, known.metadata, known.verified_files

@@ -15,9 +15,9 @@ from hyper_resume import collective
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.layout import STAGING_NAME
 from hyper_resume.checkpoint.format.manifest import Manifest
-from hyper_resume.checkpoint.format.save_id import SAVE_ID, SHARD_ENTRY, refuse_mixture
+from hyper_resume.checkpoint.format.save_id import SAVE_ID, SHARD_ENTRY_PATTERN, refuse_mixed_saves
 from hyper_resume.checkpoint.format.segments import VerifiedFile
-from hyper_resume.checkpoint.loading.entries import Entries, Read
+from hyper_resume.checkpoint.loading.entry_reader import EntryReader, ReadResult
 from hyper_resume.checkpoint.parsing import safe_load
 from hyper_resume.errors import CheckpointMismatchError, HyperResumeError, describe
 
@@ -29,7 +29,7 @@ def load_entries(
     directory: Path,
     metadata: Metadata,
     verified_files: Mapping[str, VerifiedFile] = MappingProxyType({}),
-) -> Read:
+) -> ReadResult:
     """Read entries, in this process alone.
 
     Args:
@@ -47,15 +47,15 @@ def load_entries(
     """
     described = metadata.state_dict_metadata
     try:
-        with Entries(directory, metadata, verified_files) as entries:
-            entries.bring(wanted)
+        with EntryReader(directory, metadata, verified_files) as entries:
+            entries.preload(wanted)
             values = {
                 name: entries.tensor(name, live if isinstance(live, torch.Tensor) else None)
                 if isinstance(described[name], TensorStorageMetadata)
                 else entries.value(name)
                 for name, live in wanted.items()
             }
-            return Read(values, entries.data_digests)
+            return ReadResult(values, entries.data_digests)
     except HyperResumeError:
         raise
     except Exception as error:
@@ -63,7 +63,7 @@ def load_entries(
             describe(
                 "the checkpoint can't be read",
                 where=str(directory),
-                found=safe_load.reason_of(error),
+                found=safe_load.error_text(error),
                 do="verify the files, or resume from another checkpoint",
             )
         ) from error
@@ -85,9 +85,7 @@ def read_training_state(
     return extra.unwrap_embedded({key: values[name] for key, name in names.items()}, rank, str(directory))
 
 
-def read_own_training_state(
-    directory: Path, metadata: Metadata, manifest: Manifest | None, group: Any
-) -> dict[str, Any]:
+def load_training_state(directory: Path, metadata: Metadata, manifest: Manifest | None, group: Any) -> dict[str, Any]:
     """Read this rank's training state; after a change of the world size the lowest saved rank's. Every rank calls it.
 
     Raises:
@@ -95,11 +93,11 @@ def read_own_training_state(
         CheckpointMismatchError: one can't be decoded, or they are of different steps.
     """
     rank, world_size = collective.rank(), collective.world_size()
-    found = collective.on_rank_zero(lambda: extra.detect(directory, metadata, manifest), group)
+    found = collective.on_rank_zero(lambda: extra.detect_layout(directory, metadata, manifest), group)
     first = found.ranks[0]
-    probe = collective.agree(lambda: read_training_state(directory, metadata, found, first), group)
+    probe = collective.on_all_ranks(lambda: read_training_state(directory, metadata, found, first), group)
     if probe["world_size"] == world_size:
-        state = collective.agree(lambda: read_training_state(directory, metadata, found, rank), group)
+        state = collective.on_all_ranks(lambda: read_training_state(directory, metadata, found, rank), group)
     else:
         logger.warning(
             "the checkpoint was saved by %s ranks and is resumed by %s: progress, scheduler and data position come "
@@ -109,7 +107,7 @@ def read_own_training_state(
             first,
         )
         state = probe
-    saves = collective.gather((state["global_step"], state["world_size"]), group)
+    saves = collective.all_gather((state["global_step"], state["world_size"]), group)
     if len(set(saves)) > 1:
         raise CheckpointMismatchError(
             describe(
@@ -136,7 +134,7 @@ def read_save_id(directory: Path, metadata: Metadata, manifest: Manifest | None 
     if manifest is not None:
         # Its digests hold all parts together already.
         return manifest.attempt
-    ranks = [match.group(1) for match in map(SHARD_ENTRY.fullmatch, metadata.state_dict_metadata) if match]
+    ranks = [match.group(1) for match in map(SHARD_ENTRY_PATTERN.fullmatch, metadata.state_dict_metadata) if match]
     if not ranks:
         return None
     values = load_entries({f"{SAVE_ID}.{rank}": None for rank in sorted(ranks)}, directory, metadata).values
@@ -144,6 +142,6 @@ def read_save_id(directory: Path, metadata: Metadata, manifest: Manifest | None 
     staged = Path(str(getattr(metadata.storage_meta, "checkpoint_id", None) or ""))
     if staged.parent.name == STAGING_NAME:
         found["the metadata"] = staged.name
-    refuse_mixture(found, directory)
+    refuse_mixed_saves(found, directory)
     first: str = next(iter(found.values()))
     return first

@@ -75,7 +75,7 @@ _NAMES: Final[Mapping[tuple[str, str], Any]] = {
 }
 _IN_TUPLES: Final = frozenset((str, int, bool, NoneType, torch.dtype, torch.layout, _MEM_FORMAT_ENCODING))
 # No file has more bytes, and torch.Size takes no more than 2**63 - 1.
-MOST_INTEGER: Final = 1 << 62
+MAX_INTEGER: Final = 1 << 62
 
 
 class _Nested(tuple[Any, ...]):
@@ -93,7 +93,7 @@ class MetadataPickle(PickleSubset):
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         """Call one of the four constructors that are no classes with a state."""
         if function is torch.Size and len(arguments) == 1 and _are(arguments[0], int):
-            if all(0 <= number <= MOST_INTEGER for number in arguments[0]):
+            if all(0 <= number <= MAX_INTEGER for number in arguments[0]):
                 return torch.Size(arguments[0])
         elif function is PosixPath and _are(arguments, str):
             return PosixPath(*arguments)
@@ -153,7 +153,7 @@ class MetadataPickle(PickleSubset):
         return _Nested(items) if is_nested else tuple(items)
 
 
-def is_whole(instance: Any) -> bool:
+def has_required_fields(instance: Any) -> bool:
     """True when every field without a default is set; an object may have come without its state."""
     return all(
         field.name in vars(instance) for field in dataclasses.fields(instance) if field.default is dataclasses.MISSING

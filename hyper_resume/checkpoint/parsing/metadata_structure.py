@@ -22,16 +22,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hyper_resume.checkpoint.parsing.metadata_pickle import MOST_INTEGER, is_whole
+from hyper_resume.checkpoint.parsing.metadata_pickle import MAX_INTEGER, has_required_fields
 from hyper_resume.checkpoint.parsing.pickle_subset import PickleRefused, shorten
 
 # 2**6 corners a chunk. Parallelism splits along three dimensions at most.
-_MOST_SPLIT_DIMENSIONS = 6
-_MOST_NAME_BYTES = 255
+_MAX_SPLIT_DIMENSIONS = 6
+_MAX_NAME_BYTES = 255
 # Small parts may be shared by many entries, so their size is limited: torch goes to 64 dimensions.
-_MOST_DIMENSIONS = 64
-_MOST_PATH_PARTS = 64
-_MOST_TRANSFORMATIONS = 8
+_MAX_DIMENSIONS = 64
+_MAX_PATH_PARTS = 64
+_MAX_TRANSFORMATIONS = 8
 
 
 def check_structure(metadata: Any) -> None:
@@ -40,7 +40,7 @@ def check_structure(metadata: Any) -> None:
     Raises:
         PickleRefused: they don't fit; the message names the entry.
     """
-    if type(metadata) is not Metadata or not is_whole(metadata) or metadata.storage_data is None:
+    if type(metadata) is not Metadata or not has_required_fields(metadata) or metadata.storage_data is None:
         raise PickleRefused("no Metadata with its entries and their places")
     _check_side_parts(metadata)
     places: dict[Any, Any] = metadata.storage_data
@@ -65,12 +65,14 @@ def check_structure(metadata: Any) -> None:
 def _check_side_parts(metadata: Metadata) -> None:
     for name, path in (metadata.planner_data or {}).items():
         is_path = (
-            type(path) is tuple and len(path) <= _MOST_PATH_PARTS and all(type(part) in (str, int) for part in path)
+            type(path) is tuple and len(path) <= _MAX_PATH_PARTS and all(type(part) in (str, int) for part in path)
         )
         if type(name) is not str or not is_path:
             raise PickleRefused(f"planner_data[{shorten(name)}]: no path into the state")
     about = metadata.storage_meta
-    if about is not None and not (type(about) is StorageMeta and is_whole(about) and "modules" in vars(about)):
+    if about is not None and not (
+        type(about) is StorageMeta and has_required_fields(about) and "modules" in vars(about)
+    ):
         raise PickleRefused("a StorageMeta without its fields")
     if about is not None and not all(type(module) is str for module in about.modules):
         raise PickleRefused("StorageMeta.modules: no names")
@@ -83,12 +85,12 @@ def _check_places(places: dict[Any, Any]) -> None:
         if type(index) is not MetadataIndex:
             raise PickleRefused("a place for something that is no MetadataIndex")
         name = shorten(index.fqn)
-        if type(place) is not _StorageInfo or not is_whole(place):
+        if type(place) is not _StorageInfo or not has_required_fields(place):
             raise PickleRefused(f"entry {name}: its place is {shorten(place)}")
-        if not (0 <= place.offset <= MOST_INTEGER and 0 <= place.length <= MOST_INTEGER):
+        if not (0 <= place.offset <= MAX_INTEGER and 0 <= place.length <= MAX_INTEGER):
             raise PickleRefused(f"entry {name}: it stands at {place.offset} with {place.length} bytes")
         transformations = place.transform_descriptors or ()
-        if len(transformations) > _MOST_TRANSFORMATIONS or not all(type(text) is str for text in transformations):
+        if len(transformations) > _MAX_TRANSFORMATIONS or not all(type(text) is str for text in transformations):
             raise PickleRefused(f"entry {name}: a stream transformation that is no text")
         if place.relative_path not in spans:
             complaint = path_complaint(place.relative_path)
@@ -111,21 +113,21 @@ def path_complaint(name: str) -> str:
         return "a path that leads out of the checkpoint"
     if len(parts) > 2 or "" in parts or "." in parts or "\\" in name:
         return "no plain path of a file"
-    if not name.isprintable() or any(len(part.encode("utf-8", "replace")) > _MOST_NAME_BYTES for part in parts):
+    if not name.isprintable() or any(len(part.encode("utf-8", "replace")) > _MAX_NAME_BYTES for part in parts):
         return "a name that no file can have"
     return ""
 
 
 def _check_tensor(name: str, entry: TensorStorageMetadata, places: dict[Any, Any]) -> list[MetadataIndex]:
     """Return what its chunks are called in ``places``."""
-    if not is_whole(entry) or not vars(entry.properties) or len(entry.size) > _MOST_DIMENSIONS:
+    if not has_required_fields(entry) or not vars(entry.properties) or len(entry.size) > _MAX_DIMENSIONS:
         raise PickleRefused(f"entry {shorten(name)}: a tensor without its properties, or of too many dimensions")
-    if not is_possible(entry.size, entry.properties.dtype):
+    if not is_valid_size(entry.size, entry.properties.dtype):
         raise PickleRefused(f"entry {shorten(name)}: no tensor has so many elements")
     indexes, complaint = [], ""
     # Entries may share one list of chunks. The walk is bounded all the same: the first chunk without a place ends it.
     for chunk in entry.chunks:
-        if type(chunk) is not ChunkStorageMetadata or not is_whole(chunk):
+        if type(chunk) is not ChunkStorageMetadata or not has_required_fields(chunk):
             complaint = f"a chunk that is {shorten(chunk)}"
             break
         index = MetadataIndex(name, chunk.offsets)
@@ -141,9 +143,9 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, places: dict[Any, Any
     return indexes
 
 
-def is_possible(size: torch.Size, dtype: torch.dtype) -> bool:
+def is_valid_size(size: torch.Size, dtype: torch.dtype) -> bool:
     """Whether there can be a tensor of this shape: torch computes strides, and bytes, also where a dimension is 0."""
-    return math.prod(max(1, number) for number in size) * dtype.itemsize <= MOST_INTEGER
+    return math.prod(max(1, number) for number in size) * dtype.itemsize <= MAX_INTEGER
 
 
 def _chunk_complaint(entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, place: Any) -> str:
@@ -178,7 +180,7 @@ def cover_complaint(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> str
         return ""
     boxes = [chunk for chunk in chunks if 0 not in chunk.sizes]
     split = [axis for axis, whole in enumerate(size) if any(box.sizes[axis] != whole for box in boxes)]
-    if len(split) > _MOST_SPLIT_DIMENSIONS:
+    if len(split) > _MAX_SPLIT_DIMENSIONS:
         return f"split along {len(split)} dimensions"
     corners: Counter[tuple[int, ...]] = Counter()
     for box in boxes:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 _BYTES_PER_CONTAINER = 4
 _CONTAINERS_AT_LEAST = 1000
 # DCP nests 5 deep, a training state some 10.
-_MOST_OPEN_MARKS = 200
+_MAX_OPEN_MARKS = 200
 
 
 class PickleRefused(ValueError):
@@ -137,7 +137,7 @@ class PickleSubset:
         self._is_done = True
 
     def _mark(self) -> None:
-        if len(self._below) >= _MOST_OPEN_MARKS:
+        if len(self._below) >= _MAX_OPEN_MARKS:
             raise self.refused("too deep nesting")
         self._below.append(self._stack)
         self._stack = []

@@ -15,9 +15,9 @@ import torch
 
 from hyper_resume.checkpoint.parsing.pickle_subset import PickleRefused, PickleSubset, shorten
 
-_MOST_NESTING = 100
+_MAX_NESTING = 100
 # A key is hashed as a whole, each time; the ones that we write are names and numbers.
-_MOST_IN_KEY = 1000
+_MAX_IN_KEY = 1000
 # Shared parts count as often as they are referred to, so that nobody walks through more than the file could hold.
 _NODES_PER_BYTE = 8
 
@@ -118,9 +118,9 @@ class PlainPickle(PickleSubset):
         while pending:
             part = pending.pop()
             count += 1
-            if type(part) is tuple and count + len(part) <= _MOST_IN_KEY:
+            if type(part) is tuple and count + len(part) <= _MAX_IN_KEY:
                 pending.extend(part)
-            elif not isinstance(part, (*_HASHABLE, _Opaque, _Name)) or count > _MOST_IN_KEY:
+            elif not isinstance(part, (*_HASHABLE, _Opaque, _Name)) or count > _MAX_IN_KEY:
                 raise self.refused(f"a key that is {shorten(part)}")
 
     def _check_unfolded(self, root: Any) -> None:
@@ -134,8 +134,8 @@ class PlainPickle(PickleSubset):
             left -= 1
             if left < 0:
                 raise PickleRefused("a value that refers to its parts more often than its bytes can hold")
-            if len(open_nodes) > _MOST_NESTING:
-                raise PickleRefused(f"a value that is nested more than {_MOST_NESTING} deep")
+            if len(open_nodes) > _MAX_NESTING:
+                raise PickleRefused(f"a value that is nested more than {_MAX_NESTING} deep")
             if isinstance(part, _Name) and part.name not in _DTYPES:
                 raise PickleRefused(f"{part.name}, which is no value")
             if isinstance(part, dict):

@@ -23,10 +23,10 @@ from hyper_resume.checkpoint.parsing.pickle_subset import PickleRefused, shorten
 from hyper_resume.checkpoint.parsing.plain_pickle import PlainPickle
 from hyper_resume.errors import CheckpointMismatchError, describe
 
-MOST_METADATA_BYTES = 256 << 20
+MAX_METADATA_BYTES = 256 << 20
 """Largest pickle that is read, in bytes; room for some 3 million chunks."""
 
-_MOST_DIRECTORY_BYTES = 64 << 20
+_MAX_DIRECTORY_BYTES = 64 << 20
 _END_OF_ARCHIVE = struct.Struct("<4s4H2LH")
 _DO = "restore the file from a copy, or resume from another checkpoint"
 
@@ -43,8 +43,8 @@ def load_metadata(content: bytes, where: str) -> Metadata:
             checkpoint; chunks overlap or leave a hole.
     """
     try:
-        if len(content) > MOST_METADATA_BYTES:
-            raise PickleRefused(f"{len(content)} bytes; at most {MOST_METADATA_BYTES} are read")
+        if len(content) > MAX_METADATA_BYTES:
+            raise PickleRefused(f"{len(content)} bytes; at most {MAX_METADATA_BYTES} are read")
         metadata: Metadata = MetadataPickle(content).read()
         check_structure(metadata)
     except (PickleRefused, MemoryError) as error:
@@ -88,7 +88,7 @@ def check_contained(directory: Path, name: str) -> Path:
     return path
 
 
-def check_extents(directory: Path, metadata: Metadata) -> None:
+def check_file_sizes(directory: Path, metadata: Metadata) -> None:
     """Hold the sizes of the files against the metadata, so that a torn file is found before live tensors are written.
 
     Raises:
@@ -126,13 +126,13 @@ def load_plain(content: bytes | bytearray | memoryview | BinaryIO, where: str) -
                 "a part of the checkpoint can't be read",
                 where=where,
                 expected="an archive of tensors and plain values",
-                found=reason_of(error),
+                found=error_text(error),
                 do=_DO,
             )
         ) from error
 
 
-def reason_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the class and message of a failed decoding, short.
 
     Of torch's refusal to run code only the reason is kept: its message also advises ``weights_only=False``, which is exactly
@@ -155,8 +155,8 @@ def _read_pickle(file: Any) -> bytes:
         _check_members(members, size)
         top = members[0].filename.split("/")[0]
         pickle = archive.getinfo(f"{top}/data.pkl")
-        if pickle.file_size > MOST_METADATA_BYTES:
-            raise PickleRefused(f"a pickle of {pickle.file_size} bytes; at most {MOST_METADATA_BYTES} are read")
+        if pickle.file_size > MAX_METADATA_BYTES:
+            raise PickleRefused(f"a pickle of {pickle.file_size} bytes; at most {MAX_METADATA_BYTES} are read")
         return archive.read(pickle)
 
 
@@ -168,7 +168,7 @@ def _check_end(file: Any, size: int) -> None:
     magic, *_, directory_size, _, comment_size = _END_OF_ARCHIVE.unpack(file.read(_END_OF_ARCHIVE.size))
     if magic != b"PK\x05\x06" or comment_size:
         raise PickleRefused("no archive, or one that is cut off or has something behind it")
-    if directory_size != 0xFFFFFFFF and directory_size > _MOST_DIRECTORY_BYTES:
+    if directory_size != 0xFFFFFFFF and directory_size > _MAX_DIRECTORY_BYTES:
         raise PickleRefused(f"an archive whose directory takes {directory_size} bytes")
     file.seek(0)
     if file.read(4) != b"PK\x03\x04":

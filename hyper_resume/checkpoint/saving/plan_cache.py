@@ -27,7 +27,7 @@ from hyper_resume.checkpoint.tensors.flattening import flatten
 Layout = tuple[tuple[Any, ...], ...]
 
 
-def layout_of(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> Layout:
+def payload_layout(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> Layout:
     """Return all of a flattened payload that a plan depends on; ``paths`` lead to the entries in the payload."""
     return tuple((name, paths[name], *_kind(value)) for name, value in flat.items())
 
@@ -60,35 +60,35 @@ class PlanCache:
         self.metadata: Metadata | None = None
         self._places: Sequence[tuple[Any, ...]] | None = None
         self._results: dict[Any, list[WriteResult]] = {}
-        self.contents: tuple[Described, bytes] | None = None
+        self.contents: tuple[MetadataTemplate, bytes] | None = None
 
-    def knows(self, layout: Layout) -> bool:
+    def has_layout(self, layout: Layout) -> bool:
         """True when this rank's part of the last save was laid out so."""
         return self.plan is not None and self._layout == layout
 
-    def keep(self, layout: Layout, plan: SavePlan, metadata: Metadata | None) -> None:
+    def store(self, layout: Layout, plan: SavePlan, metadata: Metadata | None) -> None:
         """Keep what all ranks have agreed on."""
         self.forget()
         self._layout, self.plan, self.metadata = layout, plan, metadata
 
-    def know_places(self, written: Sequence[tuple[WriteItem, int, int]]) -> bool:
+    def update_locations(self, written: Sequence[tuple[WriteItem, int, int]]) -> bool:
         """Take where this rank's entries stand now; True when that is where they stood in the last save."""
         places = [(item.index, offset, length) for item, offset, length in written]
         is_same = self._places == places
         self._places = places
         return is_same
 
-    def results_of(self, standing: list[WriteResult]) -> list[WriteResult]:
+    def expand_results(self, standing: list[WriteResult]) -> list[WriteResult]:
         """Return what the one result that stands for all of a rank stands for."""
         return self._results[standing[0].index] if standing else standing
 
-    def keep_results(self, of_ranks: Sequence[list[WriteResult]], contents: tuple[Described, bytes]) -> None:
+    def store_results(self, of_ranks: Sequence[list[WriteResult]], contents: tuple[MetadataTemplate, bytes]) -> None:
         """Keep what each rank's write returned, by the entry that comes first, and the files that tell of it."""
         self._results = {results[0].index: results for results in of_ranks if results}
         self.contents = contents
 
 
-class _Told(Metadata):
+class _EmptyWhenPickled(Metadata):
     """DCP sends the description to every rank when a save has ended, and no rank looks at it: an empty one travels."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,7 +115,7 @@ class CachingPlanner(DefaultSavePlanner):
         """Plan this rank's part."""
         if self._reuse:
             return SavePlan([])
-        items = planning.local_items(self.state_dict, is_coordinator=self.is_coordinator)
+        items = planning.local_write_items(self.state_dict, is_coordinator=self.is_coordinator)
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
@@ -124,9 +124,10 @@ class CachingPlanner(DefaultSavePlanner):
         if self._reuse:
             assert self._cache.metadata is not None  # kept with the plan
             return all_plans, self._cache.metadata
-        alone = planning.metadata_of_one(all_plans)
+        alone = planning.single_rank_metadata(all_plans)
         plans, metadata = (all_plans, alone) if alone is not None else super().create_global_plan(all_plans)
-        self._metadata = _Told(**{field.name: getattr(metadata, field.name) for field in dataclasses.fields(metadata)})
+        fields = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(metadata)}
+        self._metadata = _EmptyWhenPickled(**fields)
         return plans, self._metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -135,7 +136,7 @@ class CachingPlanner(DefaultSavePlanner):
             assert self._cache.plan is not None  # it knows the layout
             return dataclasses.replace(self._cache.plan, storage_data=new_plan.storage_data)
         plan = super().finish_plan(new_plan)
-        self._cache.keep(self._layout, plan, self._metadata)
+        self._cache.store(self._layout, plan, self._metadata)
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -154,7 +155,7 @@ class CachingPlanner(DefaultSavePlanner):
         return super().lookup_object(index)
 
 
-class Described:
+class MetadataTemplate:
     """The pickle of a description in which the save's own id and directory can be replaced."""
 
     def __init__(self, metadata: Metadata) -> None:
@@ -168,7 +169,7 @@ class Described:
             self._parts.append(before)
         self._parts.append(content)
 
-    def of_save(self, directory: str, save_id: str) -> tuple[bytes, ...]:
+    def for_save(self, directory: str, save_id: str) -> tuple[bytes, ...]:
         """Return the pickle for one save, in pieces: of a thousand ranks it is too large to be put together for nothing."""
         first, second, rest = self._parts
         return first, _text(directory), second, _text(save_id), rest

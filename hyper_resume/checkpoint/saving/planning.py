@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 _WHOLE = (torch.Tensor, torch.nn.Parameter)
 
 
-def local_items(flat: Mapping[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
+def local_write_items(flat: Mapping[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
     """Return what this rank offers to write of a flat state."""
     kinds: dict[Any, TensorWriteData] = {}
     properties: dict[Any, TensorProperties] = {}
@@ -50,7 +50,7 @@ def _whole(size: torch.Size, properties: TensorProperties) -> TensorWriteData:
     return TensorWriteData(chunk=chunk, properties=properties, size=size)
 
 
-def metadata_of_one(plans: Sequence[SavePlan]) -> Metadata | None:
+def single_rank_metadata(plans: Sequence[SavePlan]) -> Metadata | None:
     """Return the description of a save by one rank alone that shards nothing; None for any other.
 
     Any other DCP has to put together; here is no second copy to be left out of the plan, no hole and no overlap.

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from hyper_resume import collective
-from hyper_resume.checkpoint.base import Listener, SaveEvent
+from hyper_resume.checkpoint.base import SaveEvent, SaveListener
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest, Mesh
@@ -39,15 +39,15 @@ class SaveInProgress:
     global_step: int
     ordinal: int
     ancestors: Ancestors
-    listeners: tuple[Listener, ...] = ()
+    listeners: tuple[SaveListener, ...] = ()
     started: float = field(default_factory=time.perf_counter)
 
     @property
     def save_id(self) -> str:
-        """Unique to the attempt, and telling the step."""
+        """Unique to the save, and telling the step."""
         return self.staging.name
 
-    def reached(self, state: Literal["staged", "written", "durable", "failed"]) -> None:
+    def report(self, state: Literal["staged", "written", "durable", "failed"]) -> None:
         """Log it on rank 0, and tell the listeners; one that fails is logged, because the save goes on."""
         seconds = time.perf_counter() - self.started
         if collective.rank() == 0:
@@ -68,7 +68,7 @@ class SaveInProgress:
 
 
 def draft_manifest(
-    attempt: SaveInProgress,
+    save: SaveInProgress,
     *,
     world_size: int,
     mesh: Mesh | None,
@@ -79,10 +79,10 @@ def draft_manifest(
 ) -> Manifest:
     """Return the manifest as far as it is known before the shards are written."""
     return Manifest(
-        step=attempt.global_step,
-        attempt=attempt.save_id,
-        ordinal=attempt.ordinal,
-        ancestors=attempt.ancestors,
+        step=save.global_step,
+        attempt=save.save_id,
+        ordinal=save.ordinal,
+        ancestors=save.ancestors,
         world_size=world_size,
         mesh=mesh,
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -102,7 +102,7 @@ def _own_version() -> str:
         return "not installed"
 
 
-def mesh_of(state: Any) -> Mesh | None:
+def find_mesh(state: Any) -> Mesh | None:
     """Return the mesh with the most dimensions among the sharded tensors of a nested state."""
     found: Mesh | None = None
     for tensor in _sharded(state):
@@ -135,23 +135,23 @@ def end_save_process() -> None:
         found._save_process.join()
 
 
-def commit(attempt: SaveInProgress, group: Any) -> Path | None:
+def commit(save: SaveInProgress, group: Any) -> Path | None:
     """Make a written save count: barrier, then rank 0 commits.
 
     The barrier keeps the commit off a checkpoint that some rank still writes.
 
     Returns:
-        on rank 0's word, an earlier copy of the step that :func:`clear` deletes.
+        on rank 0's word, an earlier copy of the step that :func:`delete_outdated` deletes.
 
     Raises:
         OSError: it could not be committed.
     """
     collective.barrier(group)
-    attempt.reached("written")
-    return collective.on_rank_zero(lambda: layout.commit(attempt.staging, attempt.target), group)
+    save.report("written")
+    return collective.on_rank_zero(lambda: layout.commit(save.staging, save.target), group)
 
 
-def announce(attempt: SaveInProgress, group: Any) -> None:
+def move_pointer_and_report(save: SaveInProgress, group: Any) -> None:
     """After the commit, rank 0 moves the pointer, and all ranks tell of a durable save.
 
     Not before: whoever is told that a save is durable may count on LATEST meaning it after a crash.
@@ -159,19 +159,19 @@ def announce(attempt: SaveInProgress, group: Any) -> None:
     Raises:
         CheckpointSaveError: the checkpoint is complete, but the pointer could not be moved.
     """
-    collective.on_rank_zero(lambda: _move_pointer(attempt.target, attempt.global_step), group)
-    attempt.reached("durable")
+    collective.on_rank_zero(lambda: _move_pointer(save.target, save.global_step), group)
+    save.report("durable")
 
 
-def clear(
-    attempt: SaveInProgress, aside: Path | None, keep: Retention, protected: tuple[Path, ...], group: Any
+def delete_outdated(
+    save: SaveInProgress, aside: Path | None, keep: Retention, protected: tuple[Path, ...], group: Any
 ) -> None:
     """After all that, rank 0 deletes what is outdated; no rank goes on before that is done."""
 
     def on_rank_zero() -> None:
         if aside is not None:
             layout.remove(aside)
-        _clear_outdated(keep, attempt.target.parent, (attempt.target, *protected))
+        _clear_outdated(keep, save.target.parent, (save.target, *protected))
 
     collective.on_rank_zero(on_rank_zero, group)
 
@@ -196,13 +196,13 @@ def _move_pointer(target: Path, global_step: int) -> None:
 def _clear_outdated(keep: Retention, checkpoint_dir: Path, protected: tuple[Path, ...]) -> None:
     """What can't be deleted costs space, not the save: it is told of, and tried again after the next one."""
     try:
-        for gone in retention.prune(checkpoint_dir, retention.outdated(keep, checkpoint_dir, protected)):
+        for gone in retention.prune(checkpoint_dir, retention.find_outdated(keep, checkpoint_dir, protected)):
             logger.info("Deleted outdated checkpoint: %s", gone)
     except OSError as error:
         logger.warning("outdated checkpoints under %s could not be deleted: %s", checkpoint_dir, error)
 
 
-def mark_training_state(state: dict[str, Any], global_step: int) -> dict[str, Any]:
+def add_save_identity(state: dict[str, Any], global_step: int) -> dict[str, Any]:
     """Return ``state`` with rank, world size, step and format version in its training state, if it has one."""
     if extra.PAYLOAD_KEY not in state:
         return state

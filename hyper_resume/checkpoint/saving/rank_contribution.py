@@ -15,15 +15,15 @@ from hyper_resume import collective, device
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.bucket_digests import bucket_digests, name_digests
 from hyper_resume.checkpoint.format.manifest import FileEntry
-from hyper_resume.checkpoint.format.save_id import SAVE_ID, mark_shards
-from hyper_resume.checkpoint.saving.plan_cache import Layout, layout_of
+from hyper_resume.checkpoint.format.save_id import SAVE_ID, add_save_id
+from hyper_resume.checkpoint.saving.plan_cache import Layout, payload_layout
 from hyper_resume.checkpoint.saving.publication import SaveInProgress
 from hyper_resume.checkpoint.saving.shard_writer import WrittenTensor
-from hyper_resume.checkpoint.saving.staging import Stager, copied
+from hyper_resume.checkpoint.saving.staging import Stager, deep_copy
 from hyper_resume.checkpoint.tensors.flattening import flatten
 from hyper_resume.errors import CheckpointSaveError, describe
 
-How = Literal["sync", "thread", "process"]
+SaveMode = Literal["sync", "thread", "process"]
 
 
 @dataclass
@@ -73,10 +73,10 @@ def _is_live(written: torch.Tensor, live: Any) -> bool:
 
 
 def prepare(
-    attempt: SaveInProgress,
+    save: SaveInProgress,
     payload: dict[str, Any],
     training_state: dict[str, Any] | None,
-    how: How,
+    how: SaveMode,
     stager: Stager,
     *,
     per_rank: bool,
@@ -98,9 +98,9 @@ def prepare(
         CheckpointSaveError: the staging directory is not seen here.
         OSError: the training state could not be written.
     """
-    _check_shared(attempt.staging)
+    _check_shared(save.staging)
     flat, places = flatten(payload)
-    layout = (*layout_of(flat, places), (training_state is not None, *(training_state or ())))
+    layout = (*payload_layout(flat, places), (training_state is not None, *(training_state or ())))
     # Threads look at the tensors next, each with streams of its own on a device: what is still computed is waited for.
     for kind in {value.device.type for value in flat.values() if isinstance(value, torch.Tensor)}:
         device.synchronize(kind)
@@ -113,15 +113,15 @@ def prepare(
     elif how == "process":
         part.digest_payload()
     rank = collective.rank()
-    mark_shards(part.written, attempt.save_id, rank)
+    add_save_id(part.written, save.save_id, rank)
     if training_state is not None:
-        training_state[SAVE_ID] = attempt.save_id
+        training_state[SAVE_ID] = save.save_id
         if per_rank:
             content = extra.encode(training_state)
-            part.files[extra.file_name(rank)] = extra.write_file(attempt.staging, rank, content)
+            part.files[extra.file_name(rank)] = extra.write_file(save.staging, rank, content)
         else:
             embedded = extra.embed(training_state, rank)
-            part.written[extra.PAYLOAD_KEY] = copied(embedded) if how == "thread" else embedded
+            part.written[extra.PAYLOAD_KEY] = deep_copy(embedded) if how == "thread" else embedded
     return part
 
 

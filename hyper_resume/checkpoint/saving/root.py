@@ -45,14 +45,14 @@ class WritableRoot:
             CheckpointLockedError: another process saves there.
         """
         # A copy that had stepped aside is put back by the sweep.
-        self._begun = (root.absolute(), None if source is None else layout.home_of(source))
+        self._begun = (root.absolute(), None if source is None else layout.final_path_of(source))
         self._root = None
         if root.is_dir():
             self._take(root)
 
     def _take(self, root: Path) -> None:
         lock.acquire(root)
-        layout.sweep(root)
+        layout.clear_leftovers(root)
         self._root = root.absolute()
         self._ordinal = lineage.next_ordinal(root)
         self._ancestors = self._where_it_begins(root)
@@ -68,11 +68,11 @@ class WritableRoot:
             # Going back: until the first save of this run, LATEST must not mean the future that it left behind.
             if layout.read_pointer(root)[0] != step:
                 layout.write_pointer(root, step)
-            manifest = layout.manifest_of(source)
-            return () if manifest is None else lineage.descendants_of(manifest)
+            manifest = layout.manifest_or_none(source)
+            return () if manifest is None else lineage.ancestors_of_next_save(manifest)
         return ()
 
-    def new_attempt(self, target: Path, global_step: int) -> SaveInProgress:
+    def new_save(self, target: Path, global_step: int) -> SaveInProgress:
         """Make a staging directory for a save as ``target``, and say what it descends from.
 
         Raises:
@@ -95,7 +95,7 @@ class WritableRoot:
         lock.acquire(root)
         if self._root != root.absolute():
             self._take(root)
-        attempt = SaveInProgress(
+        save = SaveInProgress(
             staging=layout.new_staging_directory(target),
             target=target,
             global_step=global_step,
@@ -103,15 +103,15 @@ class WritableRoot:
             ancestors=self._ancestors,
         )
         _saving.add(root.absolute())
-        return attempt
+        return save
 
-    def note_durable(self, attempt: SaveInProgress) -> None:
+    def note_durable(self, save: SaveInProgress) -> None:
         """The next save descends from this one. Only rank 0 keeps count."""
         if collective.rank() == 0:
             self._ordinal += 1
-            self._ancestors = lineage.extend(self._ancestors, attempt.global_step, attempt.save_id)
+            self._ancestors = lineage.extend_ancestors(self._ancestors, save.global_step, save.save_id)
 
-    def note_ended(self, attempt: SaveInProgress) -> None:
+    def note_ended(self, save: SaveInProgress) -> None:
         """Another save may begin."""
         if collective.rank() == 0:
-            _saving.discard(attempt.target.parent.absolute())
+            _saving.discard(save.target.parent.absolute())

@@ -30,27 +30,27 @@ from hyper_resume import digest
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.format import archive, index, manifest
 from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest
-from hyper_resume.checkpoint.saving.plan_cache import Described, PlanCache
-from hyper_resume.checkpoint.saving.stream import SMALL_BYTES, Stream
-from hyper_resume.checkpoint.tensors.copying import start
+from hyper_resume.checkpoint.saving.plan_cache import MetadataTemplate, PlanCache
+from hyper_resume.checkpoint.saving.stream import SMALL_BYTES, HashingStream
+from hyper_resume.checkpoint.tensors.threads import submit_or_run
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardWriteResult(WriteResult):
     """Carries, in the gather that DCP makes anyway, what the manifest says of the file that the entry is in.
 
-    One with ``stands_for_all`` comes alone: all entries of the rank stand where they stood in the last save. The first of a
+    One with ``is_summary`` comes alone: all entries of the rank stand where they stood in the last save. The first of a
     rank carries the digests of its buckets, if they were taken while it wrote.
     """
 
     file_name: str = ""
     file: FileEntry | None = None
-    stands_for_all: bool = False
+    is_summary: bool = False
     buckets: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def _stands_for_all(results: list[WriteResult]) -> bool:
-    return not results or (isinstance(results[0], ShardWriteResult) and results[0].stands_for_all)
+def _is_summary(results: list[WriteResult]) -> bool:
+    return not results or (isinstance(results[0], ShardWriteResult) and results[0].is_summary)
 
 
 class WrittenTensor(NamedTuple):
@@ -120,7 +120,7 @@ class ShardWriter(StorageWriter):
         items = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
         with (
             operations.current().create(self._path / name) as file,
-            Stream(file, with_table=True) as stream,
+            HashingStream(file, with_table=True) as stream,
             ThreadPoolExecutor(1, thread_name_prefix="hyper_resume-digest") as thread,
         ):
             file.reserve(sum(_least_bytes(item) for item in items))
@@ -135,11 +135,11 @@ class ShardWriter(StorageWriter):
                 places.append((item, begin, stream.size_bytes - begin))
             found = stream.finish()
             take = self._digest_buckets
-            digested = None if take is None else start(thread, take, _written(stream, tensors))
+            digested = None if take is None else submit_or_run(thread, take, _written(stream, tensors))
             file.sync()
             buckets = {} if digested is None else digested.result()
             entry = FileEntry(size_bytes=stream.size_bytes, digest=found, rank=rank)
-        is_known = self._cache is not None and self._cache.know_places(places)
+        is_known = self._cache is not None and self._cache.update_locations(places)
         results: list[WriteResult] = [
             ShardWriteResult(
                 index=item.index,
@@ -147,7 +147,7 @@ class ShardWriter(StorageWriter):
                 storage_data=dcp_filesystem._StorageInfo(name, offset, length),
                 file_name=name,
                 file=entry,
-                stands_for_all=is_known,
+                is_summary=is_known,
                 buckets={} if number else buckets,
             )
             for number, (item, offset, length) in enumerate(places[:1] if is_known else places)
@@ -163,7 +163,7 @@ class ShardWriter(StorageWriter):
             if isinstance(result, ShardWriteResult) and result.file is not None
         }
         described, listed = self._described(metadata, results)
-        pickled = described.of_save(str(self._path), self._draft.attempt)
+        pickled = described.for_save(str(self._path), self._draft.attempt)
         for name, pieces in ((manifest.METADATA_NAME, pickled), (index.INDEX_NAME, (listed,))):
             files[name] = _write_pieces(self._path / name, pieces)
         buckets = {
@@ -176,12 +176,12 @@ class ShardWriter(StorageWriter):
         )
         operations.write_file(self._path / manifest.MANIFEST_NAME, manifest.encode(whole))
 
-    def _described(self, metadata: Metadata, results: list[list[WriteResult]]) -> tuple[Described, bytes]:
+    def _described(self, metadata: Metadata, results: list[list[WriteResult]]) -> tuple[MetadataTemplate, bytes]:
         cache = self._cache
-        if cache is not None and cache.contents is not None and all(_stands_for_all(found) for found in results):
+        if cache is not None and cache.contents is not None and all(_is_summary(found) for found in results):
             return cache.contents
         known = [
-            cache.results_of(found) if cache is not None and _stands_for_all(found) else found for found in results
+            cache.expand_results(found) if cache is not None and _is_summary(found) else found for found in results
         ]
         whole = Metadata(
             state_dict_metadata=metadata.state_dict_metadata,
@@ -191,9 +191,9 @@ class ShardWriter(StorageWriter):
         version = getattr(dcp_filesystem, "CURRENT_DCP_VERSION", None)
         if version is not None:
             whole.version = version
-        contents = Described(whole), index.encode(whole)
+        contents = MetadataTemplate(whole), index.encode(whole)
         if cache is not None:
-            cache.keep_results(known, contents)
+            cache.store_results(known, contents)
         return contents
 
     def storage_meta(self) -> StorageMeta:
@@ -208,7 +208,7 @@ class ShardWriter(StorageWriter):
 
 def _write_pieces(path: Path, pieces: Iterable[bytes]) -> FileEntry:
     """Write a file of rank 0's and bring it to the device."""
-    with operations.current().create(path) as file, Stream(file) as stream:
+    with operations.current().create(path) as file, HashingStream(file) as stream:
         for piece in pieces:
             stream.write(piece)
         found = stream.finish()
@@ -216,7 +216,9 @@ def _write_pieces(path: Path, pieces: Iterable[bytes]) -> FileEntry:
         return FileEntry(size_bytes=stream.size_bytes, digest=found, rank=0)
 
 
-def _written(stream: Stream, tensors: Sequence[tuple[str, torch.Tensor, int, int]]) -> Mapping[str, WrittenTensor]:
+def _written(
+    stream: HashingStream, tensors: Sequence[tuple[str, torch.Tensor, int, int]]
+) -> Mapping[str, WrittenTensor]:
     """Name -> tensor and digest, given where their bytes stand in the file."""
     found = {}
     for name, tensor, begin, length in tensors:
@@ -251,7 +253,7 @@ def _serialise(data: torch.Tensor | io.BytesIO) -> Sequence[bytes | memoryview]:
     around = archive.template(tensor.dtype, tensor.shape) if tensor.layout is torch.strided else None
     if around is not None:
         prefix, suffix, data_bytes = around
-        content = digest.bytes_of(tensor)
+        content = digest.tensor_bytes(tensor)
         if data_bytes < SMALL_BYTES:
             return (b"".join((prefix, content.data, suffix)) if data_bytes else prefix + suffix,)
         return _Around(prefix, memoryview(content).cast("B"), suffix)

@@ -14,23 +14,23 @@ import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.tensor import DTensor
 
-from hyper_resume.checkpoint.tensors.copying import copy_and_digest, in_form_of
+from hyper_resume.checkpoint.tensors.copying import copy_and_digest, sharded_like
 from hyper_resume.checkpoint.tensors.flattening import Keys
 
 
-def copied(value: Any) -> Any:
+def deep_copy(value: Any) -> Any:
     """A deep copy of plain values; a tensor among them may be part of a graph, which ``copy.deepcopy`` refuses."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) in (list, tuple, set):
-        return type(value)(copied(item) for item in value)
+        return type(value)(deep_copy(item) for item in value)
     if isinstance(value, dict):
-        return type(value)({key: copied(item) for key, item in value.items()})
+        return type(value)({key: deep_copy(item) for key, item in value.items()})
     return copy.deepcopy(value)
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedState:
     """A copy of a state, and name -> digest of a tensor's bytes, as they were when they were copied."""
 
     state: dict[str, Any]
@@ -44,7 +44,7 @@ class Stager:
         """Hold nothing yet."""
         self._kept: dict[str, torch.Tensor] = {}
 
-    def stage(self, flat: Mapping[str, Any], places: dict[str, Keys]) -> Staged:
+    def stage(self, flat: Mapping[str, Any], places: dict[str, Keys]) -> StagedState:
         """Return a copy; tensors of the names, types and shapes of the last time are written to where those are.
 
         Args:
@@ -56,7 +56,7 @@ class Stager:
         pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, value in flat.items():
             if not isinstance(value, torch.Tensor):
-                staged[name] = copied(value)
+                staged[name] = deep_copy(value)
                 continue
             local = value.to_local() if isinstance(value, DTensor) else value
             room = self._kept.get(name)
@@ -64,9 +64,9 @@ class Stager:
                 room = torch.empty(local.shape, dtype=local.dtype, device="cpu")
             kept[name] = room
             pairs[name] = room, local
-            staged[name] = in_form_of(value, room)
+            staged[name] = sharded_like(value, room)
         digests = copy_and_digest(list(pairs.values()))
         # What is not of this state any more is let go.
         self._kept = kept
         whole: dict[str, Any] = unflatten_state_dict(staged, places)
-        return Staged(whole, dict(zip(pairs, digests, strict=True)))
+        return StagedState(whole, dict(zip(pairs, digests, strict=True)))

@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 from hyper_resume import digest
-from hyper_resume.checkpoint.disk.operations import AT_ONCE_BYTES, Buffer, OutputFile
+from hyper_resume.checkpoint.disk.operations import WRITE_BLOCK_BYTES, Buffer, OutputFile
 from hyper_resume.checkpoint.format import segments
 from hyper_resume.checkpoint.format.segments import Segment
-from hyper_resume.checkpoint.tensors.copying import start
+from hyper_resume.checkpoint.tensors.threads import submit_or_run
 
 SMALL_BYTES = 64 << 10
 # Of what is gathered.
@@ -18,7 +18,7 @@ _BLOCK_BYTES = 4 << 20
 _WORTH_A_THREAD_BYTES = 1 << 20
 
 
-class Stream:
+class HashingStream:
     """Writes to ``file``. What it takes must not change until :meth:`finish`. Use as a context."""
 
     def __init__(self, file: OutputFile, *, with_table: bool = False) -> None:
@@ -41,7 +41,7 @@ class Stream:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hyper_resume-digest")
         self.size_bytes = 0
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> HashingStream:
         """Return itself."""
         return self
 
@@ -84,14 +84,14 @@ class Stream:
     def _take(self, content: Buffer) -> None:
         """Have a piece hashed, and write what has come together when it is enough."""
         if len(content) >= _WORTH_A_THREAD_BYTES or not self._hashed.done():
-            self._hashed = start(self._thread, self._hash_next, (self._hashed, content))
+            self._hashed = submit_or_run(self._thread, self._hash_next, (self._hashed, content))
         else:
             # Beside a training loop that holds the interpreter, each word between threads costs milliseconds.
             self._hash(content)
         self._waiting.append(memoryview(content))
         self._waiting_bytes += len(content)
-        if self._waiting_bytes >= AT_ONCE_BYTES:
-            self._put(self._waiting_bytes - self._waiting_bytes % AT_ONCE_BYTES)
+        if self._waiting_bytes >= WRITE_BLOCK_BYTES:
+            self._put(self._waiting_bytes - self._waiting_bytes % WRITE_BLOCK_BYTES)
 
     def _put(self, size: int) -> None:
         """Write the first bytes of what waits; all of them end where the file system likes a write to end."""
@@ -140,4 +140,4 @@ class Stream:
             return self._hasher.text()
         table = segments.encode(self._segments.values())
         self.size_bytes += self._file.write(table)
-        return digest.text_of_table(table)
+        return digest.table_digest_text(table)

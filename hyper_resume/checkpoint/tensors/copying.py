@@ -3,91 +3,25 @@
 from __future__ import annotations
 
 import gc
-import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from hyper_resume import digest
+from hyper_resume.checkpoint.tensors.threads import map_in_threads
 
-T = TypeVar("T")
-R = TypeVar("R")
-
-MOST_THREADS = 4
 # Smaller ones cost more to hand to a thread than to copy.
 _SMALL_BYTES = 256 << 10
 # What stays in a processor's own memory between two looks at it.
 _AT_HAND_BYTES = 2 << 20
 
 
-def in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Return ``function`` of each item, in order, computed by a few threads, of which this is one.
-
-    Raises:
-        Exception: whatever ``function`` raised, of the first item that it failed for; items behind it may be left undone.
-    """
-    others = min(MOST_THREADS, os.cpu_count() or 1, len(items)) - 1
-    if others < 1:
-        return [function(item) for item in items]
-    found: dict[int, R] = {}
-    failed: dict[int, BaseException] = {}
-    waiting = deque(enumerate(items))
-
-    def work(_: int) -> None:
-        # Each takes the next item by itself: a task an item costs more than most items do.
-        while not failed:
-            try:
-                place, item = waiting.popleft()
-            except IndexError:
-                return
-            try:
-                found[place] = function(item)
-            except BaseException as error:  # noqa: BLE001  raised again below
-                failed[place] = error
-
-    with ThreadPoolExecutor(others, thread_name_prefix="hyper_resume-io") as pool:
-        helping = [start(pool, work, number) for number in range(others)]
-        work(others)
-        for future in helping:
-            future.result()
-    if failed:
-        raise failed[min(failed)]
-    return [found[place] for place in range(len(items))]
-
-
-def start(pool: ThreadPoolExecutor, function: Callable[[T], R], item: T) -> Future[R]:
-    """Have it computed in ``pool``, or here and now where no thread can be started (any more); once in any case.
-
-    A pool takes a task before it starts a thread for it, so one that was refused may run all the same, later.
-    """
-    done: Future[R] = Future()
-    left = [item]
-
-    def run() -> None:
-        try:
-            mine = left.pop()
-        except IndexError:
-            return
-        try:
-            done.set_result(function(mine))
-        except BaseException as error:  # noqa: BLE001  raised again by whoever asks for the result
-            done.set_exception(error)
-
-    try:
-        pool.submit(run)
-    except RuntimeError:
-        run()
-    return done
-
-
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Keep the collector of cycles off while many objects are made that all stay: it would go through them again and again."""
     was_on = gc.isenabled()
     gc.disable()
@@ -98,7 +32,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy_tensors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second of each pair into the first; of sharded ones this rank's part.
 
     Tensors that share memory are written in the order of ``pairs``, by one thread.
@@ -109,7 +43,7 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     large: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
     for group, size in _by_memory(whole):
         small.extend(group) if size < _SMALL_BYTES else large.append(group)
-    in_threads(_copy_in_order, large)
+    map_in_threads(_copy_in_order, large)
     _copy_many(small)
 
 
@@ -131,15 +65,15 @@ def copy_and_digest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[
             small.append(place)
         elif source.is_cpu and source.layout is torch.strided and source.is_contiguous():
             # Made here: each thread would hold up the other with it.
-            large[place] = digest.bytes_of(target), digest.bytes_of(source)
+            large[place] = digest.tensor_bytes(target), digest.tensor_bytes(source)
         else:
             other.append(place)
-    found.update(zip(large, in_threads(_copy_array, list(large.values())), strict=True))
-    found.update(zip(other, in_threads(lambda place: _copy_other(*pairs[place]), other), strict=True))
+    found.update(zip(large, map_in_threads(_copy_array, list(large.values())), strict=True))
+    found.update(zip(other, map_in_threads(lambda place: _copy_other(*pairs[place]), other), strict=True))
     _copy_many([pairs[place] for place in small])
     for place in small:
         target, source = pairs[place]
-        found[place] = digest.data_digest(digest.bytes_of(source if source.is_cpu else target))
+        found[place] = digest.data_digest(digest.tensor_bytes(source if source.is_cpu else target))
     return [found[place] for place in range(len(pairs))]
 
 
@@ -147,7 +81,7 @@ def _copy_other(target: torch.Tensor, source: torch.Tensor) -> bytes:
     # Whether gradients are recorded is each thread's own setting.
     with torch.no_grad():
         target.copy_(source)
-    return digest.data_digest(digest.bytes_of(source if source.is_cpu else target))
+    return digest.data_digest(digest.tensor_bytes(source if source.is_cpu else target))
 
 
 def _copy_array(arrays: tuple[Any, Any]) -> bytes:
@@ -161,7 +95,7 @@ def _copy_array(arrays: tuple[Any, Any]) -> bytes:
     return hasher.digest()
 
 
-def in_form_of(live: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def sharded_like(live: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return ``local``, this rank's part, as a tensor sharded as ``live`` is; itself where ``live`` is not sharded.
 
     ``DTensor.from_local`` would move it to the mesh's device.

@@ -156,15 +156,15 @@ class CheckpointerCallback(Callback):
             save_async,
         )
         options: dict[str, Any] = {}
-        if config.keep_best > 0 and self.checkpointer.takes_metrics:
-            options["metrics"] = collective.agree(lambda: _metrics(state, config.keep_best_metric))
-        payload = collective.agree(lambda: collect_payload(self.trainer, config))
+        if config.keep_best > 0 and self.checkpointer.accepts_metrics:
+            options["metrics"] = collective.on_all_ranks(lambda: _metrics(state, config.keep_best_metric))
+        payload = collective.on_all_ranks(lambda: collect_payload(self.trainer, config))
         check_replicas(_tensors(payload))
         if config.save_train_state:
-            payload["extra_state"] = collective.agree(lambda: collect_extra_state(self.trainer))
+            payload["extra_state"] = collective.on_all_ranks(lambda: collect_extra_state(self.trainer))
         movable = self._liveness.movable(self.trainer, payload, state.global_step)
         self.checkpointer.save(str(directory), payload, global_step=state.global_step, save_async=save_async, **options)
-        for warning in self._liveness.check(state.global_step, self.checkpointer.last_buckets, movable):
+        for warning in self._liveness.check(state.global_step, self.checkpointer.last_bucket_digests, movable):
             logger.warning("%s", warning)
 
     def _directory(self) -> Path:

@@ -108,5 +108,5 @@ class PreemptionCallback(Callback):
         dist.all_reduce(count, group=self._group)
         if int(count) == 0:
             return {}
-        names = collective.gather(None if received is None else received.name, self._group)
+        names = collective.all_gather(None if received is None else received.name, self._group)
         return {rank: name for rank, name in enumerate(names) if name is not None}

@@ -19,7 +19,8 @@ import torch
 
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.disk.operations import FileOperations, InputFile
-from hyper_resume.checkpoint.tensors.copying import copy_all, in_threads, uncollected
+from hyper_resume.checkpoint.tensors.copying import copy_tensors, gc_paused
+from hyper_resume.checkpoint.tensors.threads import map_in_threads
 
 PAGE = mmap.PAGESIZE
 SIZES = (0, 1, 100, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 3 * PAGE + 7)
@@ -56,9 +57,9 @@ def test_every_part_is_the_files_slice(tmp_path: Path, size: int, reads: FileOpe
         assert file.size_bytes == size
         for offset in EDGES:
             for length in EDGES:
-                assert bytes(file.part(offset, length)) == content[offset : offset + length], (offset, length)
+                assert bytes(file.view(offset, length)) == content[offset : offset + length], (offset, length)
         # What was read at other places leaves earlier parts as they were.
-        first, last = file.part(0, 10), file.part(max(0, size - 10), 10)
+        first, last = file.view(0, 10), file.view(max(0, size - 10), 10)
         assert (bytes(first), bytes(last)) == (content[:10], content[max(0, size - 10) :])
 
 
@@ -68,25 +69,25 @@ def test_bringing_what_is_there_in_changes_nothing(tmp_path: Path, size: int, re
     with reads.open_read(tmp_path / "file") as file:
         for offset in (edge for edge in EDGES if edge <= size):
             for length in (edge for edge in EDGES if offset + edge <= size):
-                file.bring(offset, length)
-        assert bytes(file.part(0, size)) == content
+                file.preload(offset, length)
+        assert bytes(file.view(0, size)) == content
 
 
 def test_writing_to_a_part_does_not_change_the_file(tmp_path: Path, reads: FileOperations) -> None:
     content = made(tmp_path / "file", 3 * PAGE)
     with reads.open_read(tmp_path / "file") as file:
-        part = file.part(PAGE - 5, 10)
+        part = file.view(PAGE - 5, 10)
         part[:] = bytes(10)
         assert bytes(part) == bytes(10)
     assert (tmp_path / "file").read_bytes() == content
     with reads.open_read(tmp_path / "file") as file:
-        assert bytes(file.part(0, 3 * PAGE)) == content
+        assert bytes(file.view(0, 3 * PAGE)) == content
 
 
 def test_a_part_outlives_the_file(tmp_path: Path, reads: FileOperations) -> None:
     content = made(tmp_path / "file", 3 * PAGE)
     with reads.open_read(tmp_path / "file") as file:
-        part = file.part(PAGE - 5, 10)
+        part = file.view(PAGE - 5, 10)
     (tmp_path / "file").unlink()
     assert bytes(part) == content[PAGE - 5 : PAGE + 5]
 
@@ -100,10 +101,10 @@ def test_bringing_in_what_is_beyond_the_end_is_an_error_of_the_file_or_nothing(
         for offset in EDGES:
             for length in (*EDGES, 1 << 40):
                 try:
-                    file.bring(offset, length)
+                    file.preload(offset, length)
                 except OSError:
                     assert offset + length > size
-        assert bytes(file.part(0, size)) == content
+        assert bytes(file.view(0, size)) == content
 
 
 @pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "missing", "folder"])
@@ -129,8 +130,8 @@ def test_files_leave_no_descriptor_and_no_map_open(tmp_path: Path, reads: FileOp
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
         with reads.open_read(tmp_path / "file") as file:
-            file.bring(0, 3 * PAGE)
-            assert len(file.part(0, 3 * PAGE)) == 3 * PAGE
+            file.preload(0, 3 * PAGE)
+            assert len(file.view(0, 3 * PAGE)) == 3 * PAGE
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
@@ -158,12 +159,12 @@ def test_a_file_that_was_cut_off_since_is_an_error_when_it_is_brought_in(tmp_pat
             os.truncate(path, 2 * page)
             for offset, length in ((0, 8 * page), (4 * page, page), (7 * page, 5 * page), (page, 2 * page)):
                 try:
-                    file.bring(offset, length)
+                    file.preload(offset, length)
                 except OSError as error:
                     print(type(error).__name__, error.errno, flush=True)
-            file.bring(0, 2 * page)
-            print(bytes(file.part(page, 3)).hex(), flush=True)
-            bytes(file.part(4 * page, 1))
+            file.preload(0, 2 * page)
+            print(bytes(file.view(page, 3)).hex(), flush=True)
+            bytes(file.view(4 * page, 1))
             print("not reached", flush=True)
     """
     first = bytes((PAGE + index) * 7 % 251 for index in range(3)).hex()
@@ -193,13 +194,13 @@ def test_small_and_large_tensors_are_copied(reads: FileOperations) -> None:
     pairs += [(base[10:20], torch.arange(10.0)), (base[::2][100:], torch.arange(499_900.0))]
     parameter = torch.nn.Parameter(torch.zeros(100_000))
     pairs += [(parameter, torch.ones(100_000, requires_grad=True)), (torch.nn.Parameter(torch.zeros(2)), torch.ones(2))]
-    copy_all(iter(pairs))
+    copy_tensors(iter(pairs))
     for target, source in pairs:
         assert torch.equal(target, source.to(target.dtype))
     assert torch.equal(wide, torch.arange(300_000.0).reshape(600, 500).T)
     assert parameter.grad_fn is None
     assert parameter.requires_grad
-    copy_all([])
+    copy_tensors([])
 
 
 @pytest.mark.parametrize("size", [100, 200_000])
@@ -207,7 +208,7 @@ def test_what_shares_memory_is_written_in_the_order_of_the_pairs(size: int) -> N
     for _ in range(20):
         base = torch.zeros(size)
         parts = [base, base[size // 2 :], base.view(2, -1), base[: size // 2], base[::2]]
-        copy_all((part, torch.full_like(part, float(index))) for index, part in enumerate(parts))
+        copy_tensors((part, torch.full_like(part, float(index))) for index, part in enumerate(parts))
         expected = torch.full((size,), 2.0)
         expected[: size // 2] = 3.0
         expected[::2] = 4.0
@@ -219,13 +220,13 @@ def test_what_shares_memory_by_way_of_numpy_is_written_in_the_order_of_the_pairs
     for _ in range(40):
         array = np.zeros(2_000_000, dtype=np.float32)
         parts = [torch.from_numpy(part) for part in (array, array[500:], array[1000:2000])]
-        copy_all((part, torch.full_like(part, float(index + 1))) for index, part in enumerate(parts))
+        copy_tensors((part, torch.full_like(part, float(index + 1))) for index, part in enumerate(parts))
         assert [float(array[place]) for place in (0, 499, 500, 999, 1000, 1999, 2000, -1)] == [1, 1, 2, 2, 3, 3, 2, 2]
 
 
 def test_threads_keep_the_order_and_raise_the_first_items_error() -> None:
-    assert in_threads(lambda item: item * 2, list(range(100))) == [item * 2 for item in range(100)]
-    assert in_threads(lambda item: item, []) == []
+    assert map_in_threads(lambda item: item * 2, list(range(100))) == [item * 2 for item in range(100)]
+    assert map_in_threads(lambda item: item, []) == []
     done = []
 
     def fail_some(item: int) -> None:
@@ -234,17 +235,17 @@ def test_threads_keep_the_order_and_raise_the_first_items_error() -> None:
             raise KeyError(item)
 
     with pytest.raises(KeyError, match="3"):
-        in_threads(fail_some, list(range(8)))
+        map_in_threads(fail_some, list(range(8)))
     assert {0, 1, 2, 3} <= set(done)
     with pytest.raises(KeyError, match="5"):
-        in_threads(fail_some, [5])
+        map_in_threads(fail_some, [5])
 
 
 def test_the_collector_of_cycles_is_back_afterwards_as_it_was() -> None:
     import gc
 
     def within(fail: bool) -> Any:
-        with uncollected():
+        with gc_paused():
             assert not gc.isenabled()
             if fail:
                 raise KeyError("anything")
@@ -269,13 +270,14 @@ def test_all_of_it_works_when_the_interpreter_ends(tmp_path: Path) -> None:
         import atexit, sys
         import torch
         from hyper_resume.checkpoint import DistributedCheckpointer
-        from hyper_resume.checkpoint.tensors.copying import copy_all, in_threads
+        from hyper_resume.checkpoint.tensors.copying import copy_tensors
+        from hyper_resume.checkpoint.tensors.threads import map_in_threads
         checkpointer = DistributedCheckpointer()
 
         def late():
-            print(in_threads(lambda item: item + 1, [1, 2, 3]))
+            print(map_in_threads(lambda item: item + 1, [1, 2, 3]))
             pairs = [(torch.zeros(100_000), torch.ones(100_000)) for _ in range(3)]
-            copy_all(pairs)
+            copy_tensors(pairs)
             print(sum(float(target.sum()) for target, _ in pairs))
             state = {"model": {"w": torch.arange(300_000.0), "b": torch.ones(3)}}
             checkpointer.save(sys.argv[1], state, global_step=1)

@@ -81,7 +81,7 @@ def by_template(tensor: torch.Tensor, *, is_wide: bool = False) -> bytes:
 
 
 def place(content: bytes | bytearray, tensor: torch.Tensor) -> int | None:
-    return archive.data_place(memoryview(content), tensor.dtype, tuple(tensor.shape))
+    return archive.data_offset(memoryview(content), tensor.dtype, tuple(tensor.shape))
 
 
 @pytest.fixture
@@ -212,14 +212,14 @@ def test_another_type_or_shape_than_the_archives_finds_nothing(make: object) -> 
         (torch.float32, (2, 0)),
         (torch.float32, ()),
     ):
-        assert archive.data_place(memoryview(content), dtype, shape) is None, (dtype, shape)
+        assert archive.data_offset(memoryview(content), dtype, shape) is None, (dtype, shape)
 
 
 def test_a_view_that_is_not_contiguous_finds_nothing_in_torchs_archive() -> None:
     transposed = made(torch.float32, (2, 3)).T
     part = made(torch.float32, (100,))[3:7]
     for tensor in (transposed, part):
-        assert archive.data_place(memoryview(by_torch(tensor)), tensor.dtype, tuple(tensor.shape)) is None
+        assert archive.data_offset(memoryview(by_torch(tensor)), tensor.dtype, tuple(tensor.shape)) is None
 
 
 SMALL = {

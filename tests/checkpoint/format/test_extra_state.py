@@ -23,7 +23,7 @@ from tests.checkpoint.payloads import payload, same, tiny
 
 def read_back(value: Any) -> Any:
     """What weights_only gives for the encoded value."""
-    return torch.load(io.BytesIO(extra.encode({"value": extra.plain_state(value)})), weights_only=True)["value"]
+    return torch.load(io.BytesIO(extra.encode({"value": extra.to_plain_state(value)})), weights_only=True)["value"]
 
 
 PLAIN = [
@@ -96,14 +96,14 @@ class Custom:
 )
 def test_anything_else_is_refused_by_path_and_type(value: Any, type_name: str) -> None:
     with pytest.raises(StateNotPlainError, match=r"lr_scheduler\.0\.milestones\[1\]") as caught:
-        extra.plain_state({"lr_scheduler": {"0": {"milestones": [1, value]}}})
+        extra.to_plain_state({"lr_scheduler": {"0": {"milestones": [1, value]}}})
     assert type_name in str(caught.value)
     assert isinstance(caught.value, TypeError)
 
 
 def test_a_key_is_refused_like_a_value() -> None:
     with pytest.raises(StateNotPlainError, match=r"seen\.Level\.HIGH \(as a key\)|seen\.3 \(as a key\)"):
-        extra.plain_state({"seen": {Level.HIGH: 1}})
+        extra.to_plain_state({"seen": {Level.HIGH: 1}})
 
 
 @pytest.mark.parametrize(
@@ -243,6 +243,6 @@ def test_other_files_in_the_extra_state_folder_are_passed_over(tmp_path: Path) -
 )
 def test_what_could_be_written_but_not_read_again_is_refused_at_the_save(value: object, request: Any) -> None:
     with pytest.raises(StateNotPlainError, match=rf"where: stateful\.x; .*{request.node.callspec.id}"):
-        extra.plain_state({"stateful": {"x": value}})
+        extra.to_plain_state({"stateful": {"x": value}})
     with pytest.raises(CheckpointMismatchError):
         safe_load.load_plain(extra.encode({"x": value}), "here")

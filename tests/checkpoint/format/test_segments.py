@@ -18,7 +18,7 @@ from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.disk.operations import FileOperations, InputFile
 from hyper_resume.checkpoint.format import manifest, segments
-from hyper_resume.checkpoint.format.description import read_metadata
+from hyper_resume.checkpoint.format.metadata import read_metadata
 from hyper_resume.checkpoint.loading.reading import load_entries
 from hyper_resume.errors import CheckpointMismatchError
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hyper_resume.checkpoint import DistributedCheckpointer
-from hyper_resume.checkpoint.format.manifest import MOST_ANCESTORS
+from hyper_resume.checkpoint.format.manifest import MAX_ANCESTORS
 from hyper_resume.checkpoint.history import lineage
 from hyper_resume.errors import CheckpointNotFoundError
 from tests.checkpoint.directories import latest, listing, make_step, point_to
@@ -206,7 +206,7 @@ def test_a_stock_directory_is_tried_after_all_of_the_line_and_the_highest_first(
         stock(tmp_path, step)
     assert latest(tmp_path) == tmp_path / "global_step_50"
     run(tmp_path, 60, 70, restored_from=tmp_path / "global_step_50")
-    order = lineage.in_order(tmp_path).directories
+    order = lineage.resume_order(tmp_path).directories
     assert [path.name for path in order] == ["global_step_70", "global_step_60", "global_step_50", "global_step_5"]
     damage(tmp_path / "global_step_70")
     damage(tmp_path / "global_step_60")
@@ -217,7 +217,7 @@ def test_a_stock_directory_that_is_pointed_to_is_the_latest_and_leads_to_no_high
     run(tmp_path, 10, 30)
     stock(tmp_path, 20)
     point_to(tmp_path, "20\n")
-    assert [path.name for path in lineage.in_order(tmp_path).directories] == ["global_step_20", "global_step_10"]
+    assert [path.name for path in lineage.resume_order(tmp_path).directories] == ["global_step_20", "global_step_10"]
 
 
 def test_a_torch_metadata_of_0_bytes_is_not_complete_and_is_passed_over(
@@ -242,11 +242,11 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
 def test_the_list_of_ancestors_keeps_its_newest_and_a_step_passed_again_ends_it() -> None:
     ancestors: lineage.Ancestors = ()
     for step in range(1, 1001):
-        ancestors = lineage.extend(ancestors, step, f"first_{step}")
-    assert len(ancestors) == MOST_ANCESTORS == 512
+        ancestors = lineage.extend_ancestors(ancestors, step, f"first_{step}")
+    assert len(ancestors) == MAX_ANCESTORS == 512
     assert ancestors[0] == (489, "first_489")
     assert ancestors[-1] == (1000, "first_1000")
-    again = lineage.extend(ancestors, 995, "second_995")
+    again = lineage.extend_ancestors(ancestors, 995, "second_995")
     assert again[-2:] == ((994, "first_994"), (995, "second_995"))
 
 
@@ -284,6 +284,6 @@ def test_an_ancestor_list_is_what_the_file_says_and_no_more(tmp_path: Path) -> N
     """The checker of this file reads JSON itself: a line that the library invents would be seen."""
     run(tmp_path, 1, 2)
     content = json.loads((tmp_path / "global_step_2" / "manifest.json").read_text())
-    (candidate,) = [one for one in lineage.survey(tmp_path) if one.step == 2]
+    (candidate,) = [one for one in lineage.list_candidates(tmp_path) if one.step == 2]
     assert candidate.manifest is not None
     assert [list(pair) for pair in candidate.manifest.ancestors] == content["ancestors"]

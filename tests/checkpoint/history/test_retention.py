@@ -107,7 +107,7 @@ def test_what_is_damaged_stays_and_takes_the_place_of_no_whole_one(tmp_path: Pat
     for step in (3, 4):
         (tmp_path / f"global_step_{step}" / "__0_0.distcp").write_bytes(b"")
     # 2 is the newest whole one. A read that fails now may work the next time, so 3 is nobody's to delete.
-    assert [one.step for one in retention.outdated(Retention(keep_last=1), tmp_path)] == [1]
+    assert [one.step for one in retention.find_outdated(Retention(keep_last=1), tmp_path)] == [1]
 
 
 class _FailsOnce(operations.FileOperations):
@@ -127,7 +127,7 @@ class _FailsOnce(operations.FileOperations):
 def test_a_manifest_that_can_not_be_read_for_once_costs_no_checkpoint(tmp_path: Path, unreadable: int) -> None:
     run(tmp_path, plain(1, 2, 3))
     with operations.use(_FailsOnce(tmp_path / f"global_step_{unreadable}" / "manifest.json")):
-        doomed = {one.step for one in retention.outdated(Retention(keep_last=2), tmp_path)}
+        doomed = {one.step for one in retention.find_outdated(Retention(keep_last=2), tmp_path)}
     assert doomed <= {1}
     assert unreadable not in doomed
 
@@ -261,8 +261,8 @@ def test_a_copy_that_stepped_aside_and_can_not_be_read_for_once_is_put_back_the_
     aside = tmp_path / ".staging" / "global_step_2.0123456789ab.replaced"
     (tmp_path / "global_step_2").rename(aside)
     with operations.use(_FailsOnce(aside / "manifest.json")):
-        layout.sweep(tmp_path)
+        layout.clear_leftovers(tmp_path)
     assert aside.is_dir()
-    layout.sweep(tmp_path)
+    layout.clear_leftovers(tmp_path)
     assert value_of(tmp_path / "global_step_2") == 2.0
     assert not aside.exists()

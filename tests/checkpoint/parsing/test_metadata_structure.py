@@ -123,9 +123,9 @@ def test_a_file_that_is_shorter_than_its_entries_is_named(size: int | None, comp
     if size is not None:
         (tmp_path / "__0_0.distcp").write_bytes(bytes(size))
     with pytest.raises(CheckpointMismatchError, match=f"__0_0.distcp.*{complaint}"):
-        safe_load.check_extents(tmp_path, small_metadata())
+        safe_load.check_file_sizes(tmp_path, small_metadata())
     (tmp_path / "__0_0.distcp").write_bytes(bytes(150))
-    safe_load.check_extents(tmp_path, small_metadata())
+    safe_load.check_file_sizes(tmp_path, small_metadata())
 
 
 # ---- what must add up -----------------------------------------------------------------------------------------------

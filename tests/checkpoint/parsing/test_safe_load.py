@@ -100,7 +100,7 @@ def test_metadata_of_a_real_save_reads_as_stock_reads_it(name: str, saved: Path)
     content = (saved / name / ".metadata").read_bytes()
     metadata = safe_load.load_metadata(content, name)
     assert metadata == pickle.loads(content)
-    safe_load.check_extents(saved / name, metadata)
+    safe_load.check_file_sizes(saved / name, metadata)
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -31,7 +31,7 @@ from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.disk.operations import FileOperations, OutputFile
 from hyper_resume.checkpoint.saving import planning
-from hyper_resume.checkpoint.saving.plan_cache import Described
+from hyper_resume.checkpoint.saving.plan_cache import MetadataTemplate
 from hyper_resume.errors import CheckpointSaveError
 from tests.checkpoint.payloads import same
 from tests.checkpoint.single_value import manifest_content
@@ -43,14 +43,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 def count_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with each plan that is made; how many entries it has."""
     made: list[int] = []
-    original = planning.local_items
+    original = planning.local_write_items
 
     def counted(flat: dict[str, Any], **options: Any) -> list[WriteItem]:
         items = original(flat, **options)
         made.append(len(items))
         return items
 
-    monkeypatch.setattr(planning, "local_items", counted)
+    monkeypatch.setattr(planning, "local_write_items", counted)
     return made
 
 
@@ -382,10 +382,10 @@ TEXTS = (
 
 
 def test_every_text_can_take_the_place_of_directory_and_id() -> None:
-    described = Described(description())
+    described = MetadataTemplate(description())
     for directory in TEXTS:
         for save_id in TEXTS:
-            found = pickle.loads(b"".join(described.of_save(directory, save_id)))
+            found = pickle.loads(b"".join(described.for_save(directory, save_id)))
             assert found.storage_meta == StorageMeta(checkpoint_id=directory, save_id=save_id)
             found.storage_meta = None
             assert found == description()

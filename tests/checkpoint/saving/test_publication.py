@@ -92,7 +92,7 @@ def assert_recoverable(root: Path, *, replaced_step: int | None = None) -> None:
     found = latest(root)
     assert found is not None
     expected = {1: {1.0}, 2: {OLD, NEW}, 3: {3.0}}
-    step = layout.parse_step(layout.home_of(found).name)
+    step = layout.parse_step(layout.final_path_of(found).name)
     assert step is not None
     assert value_of(found) in expected[step]
     pointed = root / f"global_step_{(root / layout.POINTER_NAME).read_text().strip()}"
@@ -142,7 +142,7 @@ def test_a_save_killed_at_any_change_leaves_a_whole_checkpoint(
         found = latest(root)
         assert found is not None
         # Between two renames nothing stands under the name; the copy that stepped aside is then what LATEST means.
-        outcomes.add((layout.home_of(found).name, value_of(found)))
+        outcomes.add((layout.final_path_of(found).name, value_of(found)))
         assert_recoverable(root, replaced_step=None if can_exchange else step)
     # The save has at least: staging, two files, metadata, manifest, commit, pointer.
     assert fatal > 9

@@ -93,7 +93,7 @@ def test_the_digests_are_those_that_an_asynchronous_save_takes_of_its_copy(tmp_p
     first, second, third = (buckets(tmp_path / f"global_step_{step}") for step in (1, 2, 3))
     assert first == second == third
     entries = {f"model.{name}": digest.entry_digest(value) for name, value in odd_state().items()}
-    assert first["0"]["model"] == digest.text_of_entries(entries)
+    assert first["0"]["model"] == digest.entries_digest_text(entries)
 
 
 def test_what_was_written_of_other_memory_does_not_count_as_the_live_tensor(
@@ -135,8 +135,10 @@ def _save_sharded(folder: str) -> tuple[dict[str, str], list[int]]:
     digest.data_digest = counting(sizes)
     checkpointer.save(f"{folder}/global_step_1", {"model": state}, global_step=1)
     digest.data_digest = original
-    expected = digest.text_of_entries({f"model.{name}": digest.entry_digest(value) for name, value in state.items()})
-    return {"found": dict(checkpointer.last_buckets or {})["model"], "expected": expected}, sizes
+    expected = digest.entries_digest_text(
+        {f"model.{name}": digest.entry_digest(value) for name, value in state.items()}
+    )
+    return {"found": dict(checkpointer.last_bucket_digests or {})["model"], "expected": expected}, sizes
 
 
 def test_a_rank_hashes_its_shard_once_and_a_copy_that_another_one_writes_too(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import xxhash
 
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.disk.operations import Buffer, OutputFile
-from hyper_resume.checkpoint.saving.stream import Stream
+from hyper_resume.checkpoint.saving.stream import HashingStream
 
 SMALL, BLOCK = 64 << 10, 4 << 20
 EDGES = (0, 1, 63, 64, 65, SMALL - 1, SMALL, SMALL + 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
@@ -27,7 +27,7 @@ def made(size: int, seed: int) -> bytes:
 
 def written(path: Path, pieces: Sequence[Buffer]) -> tuple[int, str]:
     with operations.current().create(path) as file:
-        stream = Stream(file)
+        stream = HashingStream(file)
         for piece in pieces:
             stream.write(piece)
         return stream.size_bytes, stream.finish()
@@ -77,7 +77,7 @@ def test_what_is_aligned_begins_at_a_multiple_with_zeros_before(tmp_path: Path, 
     sizes = [0, 1, alignment - 1, alignment, alignment + 1, SMALL + 5, BLOCK, BLOCK - 1, 3]
     expected = b""
     with operations.current().create(tmp_path / "file") as file:
-        stream = Stream(file)
+        stream = HashingStream(file)
         for number, size in enumerate(sizes):
             piece = made(size, number)
             expected += bytes(-len(expected) % alignment)
@@ -114,7 +114,7 @@ def test_an_error_of_the_file_is_raised_and_leaves_no_thread_behind(tmp_path: Pa
     before = threading.active_count()
 
     def write() -> None:
-        stream = Stream(file)
+        stream = HashingStream(file)
         for piece in pieces:
             stream.write(piece)
         stream.finish()
@@ -129,7 +129,7 @@ def test_an_error_of_the_file_is_raised_and_leaves_no_thread_behind(tmp_path: Pa
 
 def test_an_error_that_comes_with_the_last_bytes_is_raised_by_finish(tmp_path: Path) -> None:
     with full(tmp_path / "file", 2) as file:
-        stream = Stream(file)
+        stream = HashingStream(file)
         stream.write(b"abc")
         with pytest.raises(OSError, match="No space left"):
             stream.finish()
@@ -142,7 +142,7 @@ def test_many_streams_at_a_time_do_not_meet(tmp_path: Path) -> None:
         operations.current().create(tmp_path / "1") as two,
         operations.current().create(tmp_path / "2") as three,
     ):
-        streams = [Stream(file) for file in (one, two, three)]
+        streams = [HashingStream(file) for file in (one, two, three)]
         cuts = [[content[begin : begin + 50_000] for begin in range(0, len(content), 50_000)] for content in contents]
         for row in itertools.zip_longest(*cuts, fillvalue=b""):
             for stream, piece in zip(streams, row, strict=True):
@@ -157,7 +157,7 @@ def test_pieces_are_hashed_in_order_where_no_thread_is_to_be_had_any_more(tmp_pa
     """As when the interpreter ends: the thread still hashes what it has, and takes nothing new."""
     pieces = [made(60 << 20, 1), made(SMALL, 2), made(2 << 20, 3), b"end"]
     with operations.current().create(tmp_path / "file") as file:
-        stream = Stream(file)
+        stream = HashingStream(file)
         stream.write(pieces[0][: 8 << 20])
         begun = threading.Event()
         stream._thread.submit(begun.wait)

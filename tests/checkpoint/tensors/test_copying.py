@@ -9,7 +9,8 @@ import pytest
 import torch
 import xxhash
 
-from hyper_resume.checkpoint.tensors.copying import copy_and_digest, start
+from hyper_resume.checkpoint.tensors.copying import copy_and_digest
+from hyper_resume.checkpoint.tensors.threads import submit_or_run
 
 _SMALL = 256 << 10
 _PART = 2 << 20
@@ -104,7 +105,7 @@ class _Refusing(ThreadPoolExecutor):
 def test_a_task_that_was_taken_though_no_thread_could_be_started_is_done_once() -> None:
     done: list[int] = []
     with _Refusing(1) as pool:
-        found = [start(pool, lambda item: done.append(item) or item * 2, item) for item in range(5)]
+        found = [submit_or_run(pool, lambda item: done.append(item) or item * 2, item) for item in range(5)]
         assert [future.result() for future in found] == [0, 2, 4, 6, 8]
     assert done == [0, 1, 2, 3, 4]
 

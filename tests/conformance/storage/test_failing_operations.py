@@ -225,7 +225,7 @@ def _publish_first() -> None:
 def _leave_the_staging() -> None:
     from hyper_resume.checkpoint.format import layout
 
-    layout.discard = layout.remove = lambda path: None
+    layout.discard_staging = layout.remove = lambda path: None
 
 
 def _wait_for_ever() -> None:

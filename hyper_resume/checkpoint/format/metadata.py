@@ -55,7 +55,7 @@ def require_complete(directory: Path) -> None:
 
 def _content(path: Path) -> bytes:
     try:
-        return operations.read_bytes(path, safe_load.MOST_METADATA_BYTES)
+        return operations.read_bytes(path, safe_load.MAX_METADATA_BYTES)
     except OSError as error:
         raise CheckpointMismatchError(
             describe(

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 
 
-def outlive(signals: Sequence[str], worker_id: int) -> None:
+def ignore_signals(signals: Sequence[str], worker_id: int) -> None:
     """Make this worker process ignore ``signals``, by name; runs once in it, before it reads.
 
     SIGTERM is also how the training process ends a worker that it waits for in vain, so it is taken from that process and

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 # No number in our files is larger, and Python integers of any length would be.
-_MOST_INTEGER = 1 << 62
-_MOST_TEXT = 4096
+_MAX_INTEGER = 1 << 62
+_MAX_TEXT = 4096
 
 
-class FormError(ValueError):
+class JsonFormatError(ValueError):
     """It is not of the form that was asked for; the message says where."""
 
 
@@ -21,56 +21,56 @@ def parse_json(content: bytes) -> Any:
     """Parse strict JSON: UTF-8, no key twice, no NaN.
 
     Raises:
-        FormError: it is something else, or nested too deep.
+        JsonFormatError: it is something else, or nested too deep.
     """
     try:
         return json.loads(content.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except FormError:
+    except JsonFormatError:
         raise
     except (ValueError, RecursionError) as error:
-        raise FormError(f"no JSON ({type(error).__name__}: {str(error)[:200]})") from error
+        raise JsonFormatError(f"no JSON ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise FormError("a key stands twice in one object")
+        raise JsonFormatError("a key stands twice in one object")
     return found
 
 
 def _refuse_constant(name: str) -> Any:
-    raise FormError(f"{name} is no JSON number")
+    raise JsonFormatError(f"{name} is no JSON number")
 
 
-class Form:
+class JsonObject:
     """An object that must have certain keys, each of one type."""
 
     def __init__(self, value: Any, where: str = "") -> None:
         """Take what was parsed; ``where`` is the path to it, for messages."""
         if not isinstance(value, dict):
-            raise FormError(f"{where or 'the whole'}: expected an object, found {type(value).__name__}")
+            raise JsonFormatError(f"{where or 'the whole'}: expected an object, found {type(value).__name__}")
         self.value: dict[str, Any] = value
         self._where = where
 
-    def refuse_others(self, *known: str) -> None:
+    def refuse_unknown_keys(self, *known: str) -> None:
         """Refuse keys that are not among ``known``."""
         others = sorted(set(self.value) - set(known))
         if others:
             # As it would stand in a program: it may be anything.
-            raise FormError(f"{self._path(ascii(others[0][:80])[1:-1])}: not a key of this form")
+            raise JsonFormatError(f"{self._path(ascii(others[0][:80])[1:-1])}: not a key of this form")
 
     def text(self, key: str, *, pattern: re.Pattern[str] | None = None) -> str:
         """Return a short text."""
         found = self._get(key, str)
-        if len(found) > _MOST_TEXT or (pattern is not None and not pattern.fullmatch(found)):
-            raise FormError(f"{self._path(key)}: not such a text: {found[:80]!r}")
+        if len(found) > _MAX_TEXT or (pattern is not None and not pattern.fullmatch(found)):
+            raise JsonFormatError(f"{self._path(key)}: not such a text: {found[:80]!r}")
         return str(found)
 
     def integer(self, key: str, *, least: int | None = None) -> int:
         """Return a whole number of at most 2**62."""
         found: int = self._get(key, int)
-        if abs(found) > _MOST_INTEGER or (least is not None and found < least):
-            raise FormError(f"{self._path(key)}: out of range")
+        if abs(found) > _MAX_INTEGER or (least is not None and found < least):
+            raise JsonFormatError(f"{self._path(key)}: out of range")
         return found
 
     def number(self, key: str) -> float:
@@ -78,31 +78,31 @@ class Form:
         value = self.value.get(key)
         found = float(self.integer(key)) if isinstance(value, int) else self._get(key, float)
         if not math.isfinite(found):
-            raise FormError(f"{self._path(key)}: not finite")
+            raise JsonFormatError(f"{self._path(key)}: not finite")
         return float(found)
 
     def items(self, key: str, *, most: int) -> Sequence[Any]:
         """Return a list of at most ``most`` items."""
         found = self._get(key, list)
         if len(found) > most:
-            raise FormError(f"{self._path(key)}: expected at most {most} items, found {len(found)}")
+            raise JsonFormatError(f"{self._path(key)}: expected at most {most} items, found {len(found)}")
         return list(found)
 
-    def inside(self, key: str) -> Form:
+    def child(self, key: str) -> JsonObject:
         """Return an object within this one."""
-        return Form(self._get(key, dict), self._path(key))
+        return JsonObject(self._get(key, dict), self._path(key))
 
-    def names(self, key: str) -> Sequence[str]:
+    def keys_of(self, key: str) -> Sequence[str]:
         """Return the keys of an object within this one."""
-        return list(self.inside(key).value)
+        return list(self.child(key).value)
 
     def _get(self, key: str, kind: type) -> Any:
         if key not in self.value:
-            raise FormError(f"{self._path(key)}: missing")
+            raise JsonFormatError(f"{self._path(key)}: missing")
         found = self.value[key]
         # bool is an int to Python.
         if type(found) is not kind:
-            raise FormError(f"{self._path(key)}: expected {kind.__name__}, found {type(found).__name__}")
+            raise JsonFormatError(f"{self._path(key)}: expected {kind.__name__}, found {type(found).__name__}")
         return found
 
     def _path(self, key: str) -> str:

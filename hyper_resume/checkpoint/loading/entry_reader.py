@@ -21,23 +21,24 @@ from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.format import archive, segments
 from hyper_resume.checkpoint.format.segments import VerifiedFile
 from hyper_resume.checkpoint.parsing import safe_load
-from hyper_resume.checkpoint.tensors.copying import MOST_THREADS, in_form_of, in_threads
+from hyper_resume.checkpoint.tensors.copying import sharded_like
+from hyper_resume.checkpoint.tensors.threads import MAX_THREADS, map_in_threads
 from hyper_resume.errors import CheckpointMismatchError, describe
 
 # Files are brought in by ranges; what is not wanted is not, unless it is little.
 _SMALL_GAP_BYTES = 1 << 20
-_MOST_AT_ONCE_BYTES = 256 << 20
+_MAX_AT_ONCE_BYTES = 256 << 20
 
 
 @dataclass
-class Read:
+class ReadResult:
     """What was read: name -> value; and name -> digest of a tensor's bytes, where the verification has found it."""
 
     values: dict[str, Any] = field(default_factory=dict)
     data_digests: dict[str, bytes] = field(default_factory=dict)
 
 
-class Entries:
+class EntryReader:
     """Reads entries of one step directory. Use as a context; tensors that it gave stay valid afterwards.
 
     Attributes:
@@ -64,7 +65,7 @@ class Entries:
         self._files: dict[str, operations.InputFile] = {}
         self._found: dict[str, list[_StorageInfo]] = {}
 
-    def __enter__(self) -> Entries:
+    def __enter__(self) -> EntryReader:
         """Return itself."""
         return self
 
@@ -76,7 +77,7 @@ class Entries:
             file.close()
         self._files.clear()
 
-    def bring(self, names: Collection[str]) -> None:
+    def preload(self, names: Collection[str]) -> None:
         """Have the bytes of these entries read, so that an error is told here. What another rank alone needs is read too.
 
         Raises:
@@ -97,16 +98,16 @@ class Entries:
                     ranges.setdefault(place.relative_path, []).append((begin, end))
         for file_name, (begin, end) in spans.items():
             # They were in memory a moment ago; where they still are it costs next to nothing.
-            operations.bring_mapped(self._verified_files[file_name].content, begin, end - begin)
+            operations.preload_mapped(self._verified_files[file_name].content, begin, end - begin)
         for file_name, found in sorted(ranges.items()):
             file = self._file(file_name)
             pieces = [piece for begin, end in _merged(found) for piece in _pieces(begin, min(end, file.size_bytes))]
-            in_threads(lambda piece, file=file: file.bring(*piece), pieces)  # type: ignore[misc]  # bound now
+            map_in_threads(lambda piece, file=file: file.preload(*piece), pieces)  # type: ignore[misc]  # bound now
 
     def _is_verified(self, file_name: str) -> bool:
         offered = self._offered.pop(file_name, None)
         # The name is one of the manifest's, so it leads nowhere else.
-        if offered is not None and not offered.is_of(self._directory / file_name):
+        if offered is not None and not offered.is_unchanged(self._directory / file_name):
             complaint, offered = segments.verify(self._file(file_name), offered.expected)
             if complaint:
                 raise CheckpointMismatchError(
@@ -180,7 +181,7 @@ class Entries:
         if local.numel():
             (chunk,) = chunks
             part = self._box(name, entry, tuple(chunk.offsets), tuple(chunk.sizes))
-        return in_form_of(live, part)
+        return sharded_like(live, part)
 
     def _box(
         self, name: str, entry: TensorStorageMetadata, offsets: tuple[int, ...], sizes: tuple[int, ...]
@@ -215,7 +216,7 @@ class Entries:
         """Return a stored chunk; ``is_all`` when it is all that is wanted of the entry."""
         dtype, shape = entry.properties.dtype, chunk.sizes
         content = self._content(name, place)
-        begin = archive.data_place(content, dtype, shape)
+        begin = archive.data_offset(content, dtype, shape)
         count = math.prod(shape)
         if begin is not None:
             if not count:
@@ -243,7 +244,7 @@ class Entries:
         if verified is not None:
             content = verified.content[place.offset : place.offset + place.length]
         else:
-            content = self._file(place.relative_path).part(place.offset, place.length)
+            content = self._file(place.relative_path).view(place.offset, place.length)
         if len(content) != place.length:
             expected = f"{place.length} bytes at {place.offset}"
             raise _not_as_described(self._where(name, place), expected, f"{len(content)} bytes")
@@ -265,7 +266,7 @@ def _merged(ranges: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _pieces(begin: int, end: int) -> list[tuple[int, int]]:
     """Offset and length of pieces that several threads can bring at a time."""
-    step = min(_MOST_AT_ONCE_BYTES, max(_SMALL_GAP_BYTES, (end - begin) // MOST_THREADS + 1))
+    step = min(_MAX_AT_ONCE_BYTES, max(_SMALL_GAP_BYTES, (end - begin) // MAX_THREADS + 1))
     return [(place, min(step, end - place)) for place in range(begin, end, step)]
 
 

@@ -1,4 +1,4 @@
-"""Entries are read where they lie in the files, whole, in part, or put together, and are never written back."""
+"""EntryReader are read where they lie in the files, whole, in part, or put together, and are never written back."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.checkpoint.format import archive
-from hyper_resume.checkpoint.format.description import read_metadata
-from hyper_resume.checkpoint.loading.entries import Entries
+from hyper_resume.checkpoint.format.metadata import read_metadata
+from hyper_resume.checkpoint.loading.entry_reader import EntryReader
 from hyper_resume.checkpoint.loading.reading import load_entries
 from hyper_resume.errors import CheckpointMismatchError
 from tests.checkpoint.payloads import same
@@ -124,7 +124,7 @@ def test_every_part_is_numpys_slice(tmp_path: Path, layout: str, gap: int, make:
     spans = [[(begin, end) for begin in range(n) for end in range(begin + 1, n + 1) if (begin + end) % 3] for n in size]
     entry = metadata.state_dict_metadata["w"]
     assert isinstance(entry, TensorStorageMetadata)
-    with Entries(tmp_path, metadata) as entries:
+    with EntryReader(tmp_path, metadata) as entries:
         for box in list(itertools.product(*spans))[::7]:
             offsets, sizes = tuple(b for b, _ in box), tuple(e - b for b, e in box)
             found = entries._box("w", entry, offsets, sizes)  # a sharded live tensor's part, without the ranks
