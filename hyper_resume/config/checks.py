@@ -95,9 +95,14 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
+@functools.cache
+def _default() -> RunConfig:
+    return RunConfig()
+
+
 def run_checks(root: Located, wrong: Sequence[FieldPath]) -> list[Problem]:
     """Problems of the rules in ``CHECKS``; a rule about a field whose type is already wrong is not asked."""
-    default = RunConfig()
+    default = _default()
     problems = []
     for check in CHECKS:
         paths = [tuple(field.split(".")) for field in check.fields]

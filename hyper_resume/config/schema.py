@@ -6,12 +6,29 @@ keys is done from these annotations by :mod:`hyper_resume.config.load`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+CONSTRUCTION_CHECKS: list[Callable[[Any], None]] = []
+"""Called with every new :class:`CheckedBlock`; :mod:`hyper_resume.config.construction` puts the loader's rules here."""
+
+
+class CheckedBlock:
+    """Base of the blocks that a program of one's own builds in Python: wrong types and values are refused at construction."""
+
+    def __post_init__(self) -> None:
+        """Check all fields.
+
+        Raises:
+            ConfigError: any of them is wrong; every mistake at once.
+        """
+        for check in CONSTRUCTION_CHECKS:
+            check(self)
+
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointingConfig:
+class CheckpointingConfig(CheckedBlock):
     """The ``checkpoint:`` block (specification 5.1). ``save_ckpt`` governs writing only, ``restore_from`` reading only.
 
     ``async_mode`` says where an asynchronous save is written. ``verify`` is what a load checks before it touches anything: the
@@ -141,7 +158,7 @@ class AcceleratorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(CheckedBlock):
     """The loop. A step is an optimizer step of ``gradient_accumulation_steps`` micro-batches."""
 
     num_train_epochs: int = 1
@@ -155,7 +172,7 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrajectoryConfig:
+class TrajectoryConfig(CheckedBlock):
     """One record a step and rank under ``dir`` (None: no records); ``digests`` adds digests of every state bucket."""
 
     dir: str | None = None
