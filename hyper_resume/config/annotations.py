@@ -95,7 +95,7 @@ def example_list(path: Sequence[str | int]) -> str:
     """How the list at a path is written: its default, or two words where that is empty; an empty text for no list."""
     if get_origin(without_null(hint_at(path))) is not tuple:
         return ""
-    default = functools.reduce(getattr, map(str, path), RunConfig())
+    default: Any = functools.reduce(getattr, map(str, path), RunConfig())
     return f"[{', '.join(map(str, default or ('first', 'second')))}]"
 
 

@@ -19,9 +19,10 @@ def check_construction(block: Any) -> None:
     """
     if is_loading():
         return
-    name = type(block).__name__
-    root = _located(block, type(block), name)
-    for key in reversed(block_path(type(block))):
+    kind: type = type(block)
+    name = kind.__name__
+    root = _located(block, kind, name)
+    for key in reversed(block_path(kind)):
         root = Located(value={key: root}, origin=name)
     with loading():
         _, problems = check_tree(root)
