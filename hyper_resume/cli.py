@@ -1,19 +1,20 @@
-"""``hyper-resume train CONFIG [--dotted.path=value ...]``; inspect, verify, diff, prune and doctor look at checkpoints."""
+"""``hyper-resume train CONFIG [--dotted.path=value ...]``, and inspect, verify, diff, prune and doctor for checkpoints."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
+import difflib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hyper_resume.errors import ConfigError, HyperResumeError, PreemptedError
+from hyper_resume import __version__
+from hyper_resume.errors import ConfigError, HyperResumeError, PreemptedError, describe
+from hyper_resume.log_output import configure_logging
 from hyper_resume.storage_commands import add_commands
 
 if TYPE_CHECKING:
@@ -21,56 +22,93 @@ if TYPE_CHECKING:
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
-# EX_TEMPFAIL of sysexits.h: try again later. Training was preempted, has saved, and wants to be resumed.
+# EX_TEMPFAIL of sysexits.h: try again later. Training was preempted and saved; start it again to resume.
 EXIT_PREEMPTED = 75
+# As shells report a process that SIGINT ended.
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+_DESCRIPTION = "Train exactly resumable, and inspect, verify, compare and prune checkpoints."
+_EXIT_CODES = """\
+exit codes: 0 success; 1 error, or something was found (verify, diff, doctor); 2 wrong command line or configuration;
+75 training was preempted and has saved; 130 training was interrupted by Ctrl-C"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors of the library are printed as one line, without a traceback.
 
     Returns:
-        0, or 1 for an error, or 2 for a wrong command line or configuration, or 75 for a training that was preempted and saved.
+        0, or 1 for an error, or 2 for a wrong command line or configuration, or 75 for a training that was preempted and saved,
+        or 130 for one that was interrupted by Ctrl-C.
     """
-    arguments, overrides = _parser().parse_known_args(argv)
-    logging.basicConfig(
-        level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser, commands = _parser()
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        parser.error(_unknown_command(words[0], commands))
+    arguments, overrides = parser.parse_known_args(words)
+    configure_logging()
     if arguments.command == "train":
         return _guarded(lambda: train(arguments.config, overrides))
     if overrides:
-        _parser().error(f"unrecognized arguments: {' '.join(overrides)}")
-    return _guarded(lambda: _look(arguments))
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    return _guarded(lambda: _print_results(arguments))
 
 
-def _look(arguments: argparse.Namespace) -> int | None:
-    """Run a command that prints what it finds, to somebody who may stop reading (``| head``)."""
+def _print_results(arguments: argparse.Namespace) -> int | None:
+    """Run a command whose reader may close the pipe before the end (``| head``)."""
     try:
-        found: int | None = arguments.run(arguments)
+        code: int | None = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is still to be flushed at the exit goes nowhere.
+        # What is flushed at exit then goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
-    return found
+    return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser, and the names of the commands."""
     # No abbreviations: a mistyped option must be an error, not another option.
-    parser = argparse.ArgumentParser(prog="hyper-resume", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="hyper-resume",
+        description=_DESCRIPTION,
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"hyper-resume {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser(
         "train", help="train from a YAML configuration (under torchrun: on every rank)", allow_abbrev=False
     )
     train.add_argument("config", help="the YAML file; any field is overridden as --dotted.path=value")
-    inspect = commands.add_parser(
-        "inspect", help="what a step directory holds, without loading tensors", allow_abbrev=False
-    )
-    inspect.add_argument("step_dir", help="a global_step_N directory")
-    inspect.add_argument("--json", action="store_true", help="print JSON")
-    inspect.set_defaults(run=lambda arguments: _inspect(arguments.step_dir, as_json=arguments.json))
+    train.add_argument("--help-config", action=_HelpConfig, help="show every field of the configuration and exit")
     add_commands(commands)
-    return parser
+    return parser, list(commands.choices)
+
+
+class _HelpConfig(argparse.Action):
+    """``--help-config``: print the configuration reference and exit, as ``--help`` does."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(nargs=0, default=argparse.SUPPRESS, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from hyper_resume.config.reference import reference_text
+
+        try:
+            print(reference_text(), flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        parser.exit()
+
+
+def _unknown_command(word: str, commands: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, commands, n=1)
+    if near:
+        return f"unknown command {word!r}; did you mean {near[0]!r}?"
+    if word.endswith((".yaml", ".yml")):
+        return f"unknown command {word!r}; did you mean 'train {word}'?"
+    return f"unknown command {word!r}; the commands are {', '.join(commands)}"
 
 
 def _guarded(action: Callable[[], int | None]) -> int:
@@ -84,9 +122,13 @@ def _guarded(action: Callable[[], int | None]) -> int:
         print(f"hyper-resume: preempted: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_PREEMPTED
     except HyperResumeError as error:
-        # The texts of torch's own errors, which some messages quote, run over several lines.
+        # Some messages quote errors of torch, which have several lines.
         print(f"hyper-resume: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
+    except KeyboardInterrupt as interrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"hyper-resume: interrupted{f': {interrupt}' if str(interrupt) else ''}", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def train(config_path: str, overrides: Sequence[str]) -> None:
@@ -99,37 +141,53 @@ def train(config_path: str, overrides: Sequence[str]) -> None:
     Raises:
         HyperResumeError: what the command prints as one line; all ranks raise it, and the process group is closed.
         PreemptedError: a signal asked to stop, and the last step is saved; from now on this process ignores those signals.
+        KeyboardInterrupt: Ctrl-C; its message says what was saved last and how to resume.
     """
     from hyper_resume.config import load_config
 
     config = load_config(config_path, overrides)
-    # After the configuration, so that a mistake in it is told within a fraction of a second.
+    # After the configuration, so that a mistake in it is reported before torch is imported, which takes seconds.
     from hyper_resume.device import destroy_process_group, init_process_group, resolve_device
     from hyper_resume.trainer.text_trainer import TextTrainer
 
     init_process_group(resolve_device(config.accelerator.device), config.accelerator.timeout_seconds)
     trainer = TextTrainer(config)
-    _outlast_signals(trainer, config.checkpoint.preemption_signals)
+    _ignore_signals_when_leaving(trainer, config.checkpoint.preemption_signals)
     try:
         trainer.train()
     except HyperResumeError as error:
         if isinstance(error, PreemptedError) and threading.current_thread() is threading.main_thread():
-            # The process leaves by itself. A launcher that sees one rank gone signals the others, and asks them twice: without
-            # this, that would take the exit code from a rank that has saved.
+            # The process exits by itself. A launcher that sees one rank exit signals the others, twice: without this, the
+            # second signal would end a rank that has saved with another exit code.
             for name in config.checkpoint.preemption_signals:
                 signal.signal(signal.Signals[name], signal.SIG_IGN)
-        # All ranks share it, so none is in a collective. A process that leaves its group behind may abort at its exit, and
-        # the exit code would be lost.
+        # All ranks raise it, so none is in a collective. A process that exits without closing its group may abort, and the
+        # exit code would be lost.
         destroy_process_group()
         raise
+    except KeyboardInterrupt:
+        destroy_process_group()
+        raise KeyboardInterrupt(_interruption(trainer)) from None
     destroy_process_group()
 
 
-def _outlast_signals(trainer: TextTrainer, names: Sequence[str]) -> None:
-    """Let a signal do what it does by default, but to a training that is leaving because of one already.
+def _interruption(trainer: TextTrainer) -> str:
+    """What was saved last, and how to resume."""
+    base = trainer.base
+    saved = next((path for one in base.callbacks if (path := getattr(one, "last_saved", None))), None)
+    again = "start the same command again"
+    return describe(
+        f"training was stopped by Ctrl-C after global_step {base.state.global_step} of {base.train_steps}",
+        found=f"the last checkpoint is {saved}" if saved else "no checkpoint of this run",
+        do=f"{again} with --checkpoint.restore_from=LATEST (or {saved})" if saved else again,
+    )
 
-    The training puts back, on its way out, what handled its signals before; whatever was the default there would then take the
-    exit code from a rank that has saved, if its launcher asked twice.
+
+def _ignore_signals_when_leaving(trainer: TextTrainer, names: Sequence[str]) -> None:
+    """Handle these signals as Python does by default, except in a training that is already leaving because of one.
+
+    On its way out the training puts the earlier handlers back. With the default ones, a launcher that signals twice would then
+    end a rank that has saved with another exit code than 75.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -142,31 +200,6 @@ def _outlast_signals(trainer: TextTrainer, names: Sequence[str]) -> None:
     for name in names:
         if signal.getsignal(signal.Signals[name]) is signal.SIG_DFL:
             signal.signal(signal.Signals[name], handle)
-
-
-def _inspect(step_dir: str, *, as_json: bool) -> None:
-    from hyper_resume.checkpoint.commands.inspect import inspect_step_directory
-
-    inspection = inspect_step_directory(step_dir)
-    if as_json:
-        print(json.dumps(inspection.as_plain(), indent=2))
-        return
-    print(
-        f"{inspection.path}: step {inspection.step}, {inspection.files} files, {inspection.size_bytes:,} bytes on disk"
-    )
-    print(f"\n{'bucket':<14}{'tensors':>9}{'others':>8}{'bytes':>16}  types")
-    for bucket in inspection.buckets:
-        print(
-            f"{bucket.name:<14}{bucket.tensors:>9}{bucket.others:>8}{bucket.size_bytes:>16,}  {', '.join(bucket.dtypes)}"
-        )
-    print(f"\ntraining state: {inspection.layout}")
-    for rank in inspection.ranks:
-        print(
-            f"  rank {rank.rank} of {rank.world_size}: global_step={rank.global_step}, epoch={rank.epoch}; "
-            f"{', '.join(rank.buckets)}; random streams: {', '.join(rank.rng_streams)}"
-        )
-    for missing in inspection.missing_ranks:
-        print(f"  rank {missing}: missing, so the training state can't be restored")
 
 
 if __name__ == "__main__":

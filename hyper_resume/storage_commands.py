@@ -1,4 +1,4 @@
-"""``hyper-resume verify | diff | prune | doctor``: what they print and how they exit."""
+"""``hyper-resume inspect | verify | diff | prune | doctor``: what they print and how they exit."""
 
 from __future__ import annotations
 
@@ -6,53 +6,116 @@ import argparse
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hyper_resume.errors import ConfigError
+from hyper_resume.errors import ConfigError, describe
 
-FOUND_SOMETHING = 1
+if TYPE_CHECKING:
+    from hyper_resume.checkpoint.commands.inspect import Inspection
+    from hyper_resume.checkpoint.commands.root_listing import RootListing
+
+EXIT_FOUND = 1
 _MOST_DIFFERENCES = 50
 
 
 def add_commands(commands: Any) -> None:
-    """Add the four commands to ``hyper-resume``'s."""
+    """Add the five commands to the parser's ``commands``."""
+    inspect = commands.add_parser(
+        "inspect",
+        help="show what a step directory holds, or list the step directories of a root, without reading tensors",
+        allow_abbrev=False,
+    )
+    inspect.add_argument("path", help="a step directory (global_step_N), or a root (checkpoint_dir)")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.set_defaults(run=run_inspect)
     verify = commands.add_parser(
-        "verify", help="hold a step directory, or all of a root, against digests", allow_abbrev=False
+        "verify", help="verify a step directory, or all of a root, by the digests that were saved", allow_abbrev=False
     )
     verify.add_argument("path", help="a step directory (also one of stock DCP), or a checkpoint_dir")
-    verify.add_argument("--size-only", action="store_true", help="look at names and sizes, read no file")
+    verify.add_argument("--size-only", action="store_true", help="check names and sizes only, read no file")
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=run_verify)
-    diff = commands.add_parser("diff", help="where two step directories differ, bit for bit", allow_abbrev=False)
+    diff = commands.add_parser("diff", help="show where two step directories differ, bit for bit", allow_abbrev=False)
     diff.add_argument("first", help="a step directory")
     diff.add_argument("second", help="another")
     diff.add_argument("--all", action="store_true", help=f"print all differences, not the first {_MOST_DIFFERENCES}")
-    diff.add_argument("--json", action="store_true", help="print one JSON object a line")
+    diff.add_argument("--json", action="store_true", help="print one JSON object per line")
     diff.set_defaults(run=run_diff)
-    prune = commands.add_parser("prune", help="delete outdated step directories", allow_abbrev=False)
-    prune.add_argument("checkpoint_dir")
-    prune.add_argument("--keep-last", type=int, metavar="N", help="keep the N newest saves")
-    prune.add_argument("--keep-every", type=int, metavar="N", help="keep every step that N divides")
-    prune.add_argument("--keep-best", type=int, default=0, metavar="N", help="keep the N best saves")
-    prune.add_argument("--metric", default="loss", help="what is best by (default: loss)")
-    prune.add_argument("--mode", choices=("min", "max"), default="min", help="which way is better (default: min)")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    prune = commands.add_parser("prune", help="delete the step directories that are not kept", allow_abbrev=False)
+    prune.add_argument("checkpoint_dir", help="the root that holds the step directories")
+    prune.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N saves")
+    prune.add_argument("--keep-every", type=int, metavar="N", help="keep the steps that N divides")
+    prune.add_argument("--keep-best", type=int, metavar="N", help="keep the N best saves")
+    prune.add_argument("--metric", default="loss", help="the metric that ranks the saves (default: loss)")
+    prune.add_argument(
+        "--mode",
+        choices=("min", "max"),
+        default="min",
+        help="which value is better (default: min)",
+    )
+    prune.add_argument("--dry-run", action="store_true", help="print what would be deleted, delete nothing")
     prune.set_defaults(run=run_prune)
     doctor = commands.add_parser(
-        "doctor", help="try out whether machine and directory can keep what a save promises", allow_abbrev=False
+        "doctor", help="test whether this machine and directory can store checkpoints safely", allow_abbrev=False
     )
-    doctor.add_argument("checkpoint_dir", nargs="?", help="where checkpoints are, or will be, saved")
+    doctor.add_argument("checkpoint_dir", nargs="?", help="the root where checkpoints are, or will be, saved")
     doctor.set_defaults(run=run_doctor)
 
 
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """Print what a step directory holds, or the step directories of a root.
+
+    Raises:
+        CheckpointNotFoundError: neither of the two, or an incomplete step directory.
+        CheckpointMismatchError: a step directory whose metadata can't be read.
+    """
+    from hyper_resume.checkpoint.commands.inspect import Inspection, inspect_step_directory
+    from hyper_resume.checkpoint.commands.root_listing import is_root, list_root
+
+    path = Path(arguments.path)
+    found: RootListing | Inspection = list_root(path) if is_root(path) else inspect_step_directory(path)
+    if arguments.json:
+        print(json.dumps(found.as_plain(), indent=2))
+    elif isinstance(found, Inspection):
+        _print_step_directory(found)
+    else:
+        _print_root(found)
+    return 0
+
+
+def _print_root(root: RootListing) -> None:
+    print(f"{root.path}: a root (checkpoint_dir), with one step directory, global_step_N, per saved step")
+    print(f"\n{'step':>12}{'files':>8}{'bytes':>18}  state")
+    for one in root.steps:
+        print(f"{one.step:>12}{one.files:>8}{one.size_bytes:>18,}  {_one_line(one.reason) or 'complete'}")
+    print(f"\nLATEST: {root.latest or 'none, no step directory is complete'}")
+    print(f"one of them: hyper-resume inspect {root.latest or root.steps[-1].path}; their digests: hyper-resume verify")
+
+
+def _print_step_directory(found: Inspection) -> None:
+    print(f"{found.path}: step {found.step}, {found.files} files, {found.size_bytes:,} bytes on disk")
+    print(f"\n{'bucket':<14}{'tensors':>9}{'others':>8}{'bytes':>16}  types")
+    for bucket in found.buckets:
+        sizes = f"{bucket.tensors:>9}{bucket.others:>8}{bucket.size_bytes:>16,}"
+        print(f"{bucket.name:<14}{sizes}  {', '.join(bucket.dtypes)}")
+    print(f"\ntraining state: {found.layout}")
+    for rank in found.ranks:
+        print(
+            f"  rank {rank.rank} of {rank.world_size}: global_step={rank.global_step}, epoch={rank.epoch}; "
+            f"{', '.join(rank.buckets)}; random streams: {', '.join(rank.rng_streams)}"
+        )
+    for missing in found.missing_ranks:
+        print(f"  rank {missing}: missing, so the training state can't be restored")
+
+
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Print one line a step directory; returns 1 when one is not good."""
+    """Print one line per step directory; returns 1 when one is damaged."""
     from hyper_resume.checkpoint.commands.verification import verify_path
 
     found = verify_path(arguments.path, digests=not arguments.size_only)
     if arguments.json:
         print(json.dumps({**found.as_plain(), "is_good": found.is_good}, indent=2))
-        return 0 if found.is_good else FOUND_SOMETHING
+        return 0 if found.is_good else EXIT_FOUND
     for step in found.steps:
         verdict = "good   " if step.is_good else "DAMAGED"
         print(f"{verdict}  {step.path}: {step.files} files, {step.size_bytes:,} bytes; checked {step.checked}")
@@ -64,7 +127,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         print(f"note: {note}")
     if len(found.steps) > 1 or found.notes:
         print(f"LATEST: {found.latest or 'nothing that is good'}")
-    return 0 if found.is_good else FOUND_SOMETHING
+    return 0 if found.is_good else EXIT_FOUND
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
@@ -86,15 +149,15 @@ def run_diff(arguments: argparse.Namespace) -> int:
         if more:
             print(f"... and {more} more (--all)")
         print(f"{len(shown) + more} entries differ" if shown else "equal, bit for bit")
-    return FOUND_SOMETHING if shown else 0
+    return EXIT_FOUND if shown else 0
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
-    """Delete what is not kept, one line each.
+    """Delete the step directories that are not kept, and print one line for each.
 
     Raises:
-        ConfigError: nothing says what to keep.
-        CheckpointLockedError: a run saves there now.
+        ConfigError: no option says what to keep, or one keeps less than 1.
+        CheckpointLockedError: a run saves into this root now.
     """
     from hyper_resume.checkpoint.disk import lock
     from hyper_resume.checkpoint.history import retention
@@ -103,38 +166,54 @@ def run_prune(arguments: argparse.Namespace) -> int:
     keep = Retention(
         keep_last=arguments.keep_last,
         keep_every=arguments.keep_every,
-        keep_best=arguments.keep_best,
+        keep_best=arguments.keep_best or 0,
         best_metric=arguments.metric,
         best_mode=arguments.mode,
     )
-    too_small = [n for n in (keep.keep_last, keep.keep_every) if n is not None and n < 1]
-    if keep.keeps_all or too_small or keep.keep_best < 0:
-        raise ConfigError(
-            "prune needs at least one of --keep-last N, --keep-every N, --keep-best N, with N of at least 1"
-        )
+    _refuse_counts(arguments)
     root = Path(arguments.checkpoint_dir)
     if not root.is_dir():
-        raise ConfigError(f"no such directory: {root}")
+        raise ConfigError(describe("no such directory", where=str(root), do="give the root that holds global_step_N"))
     if not arguments.dry_run:
         lock.acquire(root)
-    doomed = retention.find_outdated(keep, root)
-    for one in doomed:
+    outdated_steps = retention.find_outdated(keep, root)
+    for one in outdated_steps:
         print(f"{'would delete' if arguments.dry_run else 'deleting'} {one.path}")
     if not arguments.dry_run:
-        retention.prune(root, doomed)
-    if not doomed:
+        retention.prune(root, outdated_steps)
+    if not outdated_steps:
         print("nothing to delete")
     return 0
 
 
+def _refuse_counts(arguments: argparse.Namespace) -> None:
+    """Raise for options that keep nothing, with the values that were given."""
+    given = {
+        "--keep-last": arguments.keep_last,
+        "--keep-every": arguments.keep_every,
+        "--keep-best": arguments.keep_best,
+    }
+    given = {option: count for option, count in given.items() if count is not None}
+    too_small = [f"{option} {count}" for option, count in given.items() if count < 1]
+    if too_small or not given:
+        raise ConfigError(
+            describe(
+                "prune does not know what to keep" if not given else "prune can't keep so few",
+                expected="at least one of --keep-last N, --keep-every N and --keep-best N, each N at least 1",
+                found=", ".join(too_small) or "none of them",
+                do="write for example --keep-last 3",
+            )
+        )
+
+
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print what was found; returns 1 when there is a problem."""
+    """Print the result of each test; returns 1 when one is a problem."""
     from hyper_resume.checkpoint.commands.doctor import run_checks
 
     findings = run_checks(None if arguments.checkpoint_dir is None else Path(arguments.checkpoint_dir))
     for finding in findings:
         print(f"{finding.kind:<8} {_one_line(finding.what)}" + (f"; what to do: {finding.do}" if finding.do else ""))
-    return FOUND_SOMETHING if any(finding.kind == "problem" for finding in findings) else 0
+    return EXIT_FOUND if any(finding.kind == "problem" for finding in findings) else 0
 
 
 def _one_line(text: str) -> str:

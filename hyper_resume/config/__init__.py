@@ -1,5 +1,6 @@
 """Configuration: one typed tree, read from YAML, any field overridden as ``--dotted.path=value``."""
 
+from hyper_resume.config import construction as construction  # registers the check of new blocks
 from hyper_resume.config.load import ResolvedConfig, as_plain, load_config, reserved_fields_set, resolve_config
 from hyper_resume.config.schema import (
     RESERVED_CHECKPOINT_FIELDS,

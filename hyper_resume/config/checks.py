@@ -19,9 +19,9 @@ class Check:
     """One rule about values that have the right type.
 
     Attributes:
-        fields: the dotted fields that the rule looks at.
-        holds: called with their values, in that order, as YAML gives them (a list for a tuple).
-        expected: what the rule asks for; the error says "or null" itself where the field allows null.
+        fields: the dotted fields that the rule is about.
+        holds: called with their values, in that order, as YAML gives them (a list for a tuple); returns whether they are right.
+        expected: the right values in words; the error adds "or null" where the field allows null.
         do: what the user can do, where ``expected`` does not say it.
     """
 
@@ -63,7 +63,7 @@ CHECKS: tuple[Check, ...] = (
         expected="names of signals that a process can catch, such as SIGTERM or SIGUSR1",
     ),
     *_above_zero("accelerator.timeout_seconds", "optimizer.eps", "training.max_grad_norm"),
-    Check(fields=("data.token_noise",), holds=lambda share: 0 <= share < 1, expected="a share from 0 to below 1"),
+    Check(fields=("data.token_noise",), holds=lambda share: 0 <= share < 1, expected="at least 0 and below 1"),
     Check(
         fields=("data.shuffle", "data.shuffle_method"),
         holds=lambda shuffle, method: shuffle or method == "randperm",
@@ -79,12 +79,12 @@ CHECKS: tuple[Check, ...] = (
         fields=("accelerator.pp_size",),
         holds=lambda size: size == 1,
         expected="1",
-        do="pipeline parallel is not built; use tp_size and dp_shard_size",
+        do="pipeline parallel is not built: use accelerator.tp_size and accelerator.dp_shard_size",
     ),
     Check(
         fields=("optimizer.betas",),
         holds=lambda betas: all(0 <= beta < 1 for beta in betas),
-        expected="numbers from 0 up to, but not, 1",
+        expected="numbers of at least 0 and below 1",
     ),
     Check(
         fields=("model.preset", "model.pretrained_model_name_or_path"),
@@ -95,9 +95,14 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
+@functools.cache
+def _default() -> RunConfig:
+    return RunConfig()
+
+
 def run_checks(root: Located, wrong: Sequence[FieldPath]) -> list[Problem]:
-    """Problems of the rules in ``CHECKS``; a rule about a field whose type is already wrong is not asked."""
-    default = RunConfig()
+    """Problems of the rules in ``CHECKS``; a rule about a field whose type is already wrong is left out."""
+    default = _default()
     problems = []
     for check in CHECKS:
         paths = [tuple(field.split(".")) for field in check.fields]
@@ -115,7 +120,7 @@ def run_checks(root: Located, wrong: Sequence[FieldPath]) -> list[Problem]:
 
 
 def _broken(check: Check, written: Sequence[tuple[str, Located]]) -> Problem:
-    """The problem of a rule that does not hold, at the place of its first field that was written."""
+    """The problem of a broken rule, at the place of its first field that was written."""
     expected = check.expected
     if len(check.fields) == 1 and allows_null(hint_at(check.fields[0].split("."))):
         expected += " or null"
@@ -127,7 +132,7 @@ def _broken(check: Check, written: Sequence[tuple[str, Located]]) -> Problem:
 
 
 def _find(node: Located, path: FieldPath) -> Located | None:
-    """What was written at ``path``, or None."""
+    """The value that was written at ``path``, or None."""
     for name in path:
         if not isinstance(node.value, dict) or name not in node.value:
             return None

@@ -11,7 +11,9 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_origin
@@ -22,6 +24,7 @@ from hyper_resume.config.annotations import (
     FieldPath,
     allows_null,
     child_hint,
+    example_list,
     expected_words,
     hint_at,
     is_block,
@@ -34,6 +37,7 @@ from hyper_resume.config.yaml_source import MAX_DEPTH, Located, Problem, parse_v
 from hyper_resume.errors import ConfigError, describe
 
 _NULL_TEXTS = frozenset(("", "~", "null", "Null", "NULL"))
+_is_loading: ContextVar[bool] = ContextVar("_is_loading", default=False)
 _OVERRIDE_NAME = re.compile(r"--([^\s.-][^\s.]*(?:\.[^\s.]+)*)")
 
 
@@ -79,14 +83,44 @@ def resolve_config(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedC
         root, refused = _overlay(root, field_path, value)
         problems += refused
     root = _fit(root, RunConfig)
-    config, wrong = _validate(root)
-    problems += [problem for _, problem in wrong]
-    problems += run_checks(root, [loc for loc, _ in wrong])
+    with loading():
+        config, wrong = check_tree(root)
+    problems += wrong
     if problems or config is None:
-        lines = [str(problem) for problem in dict.fromkeys(problems)]
-        count = "1 error" if len(lines) == 1 else f"{len(lines)} errors"
-        raise ConfigError("\n  ".join([f"the configuration is wrong, {count}:", *lines]))
+        raise refusal("the configuration", map(str, problems))
     return ResolvedConfig(config=config, sources=dict(_sources(config, root)))
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """While this is open, new blocks are not checked one by one: the whole tree is."""
+    token = _is_loading.set(True)
+    try:
+        yield
+    finally:
+        _is_loading.reset(token)
+
+
+def is_loading() -> bool:
+    """Whether a :func:`loading` is open."""
+    return _is_loading.get()
+
+
+def check_tree(root: Located) -> tuple[RunConfig | None, list[Problem]]:
+    """Build the configuration and check its values; called within :func:`loading`.
+
+    Returns:
+        The configuration, None where a type is wrong, and every problem.
+    """
+    config, wrong = _validate(root)
+    return config, [problem for _, problem in wrong] + run_checks(root, [path for path, _ in wrong])
+
+
+def refusal(what: str, lines: Iterable[str]) -> ConfigError:
+    """Make the error that lists each mistake once, in a line of its own."""
+    listed = list(dict.fromkeys(lines))
+    count = "1 error" if len(listed) == 1 else f"{len(listed)} errors"
+    return ConfigError("\n  ".join([f"{what} is wrong, {count}:", *listed]))
 
 
 def as_plain(config: RunConfig) -> dict[str, Any]:
@@ -211,9 +245,12 @@ def _explain(root: Located, kind: str, loc: tuple[str | int, ...]) -> tuple[Fiel
     path = tuple(str(part) for part in loc[:reached])
     field = ".".join(path)
     if kind == "unexpected_keyword_argument":
-        message = describe(f"{field}: unknown field", do=suggest(path))
+        keys = tuple(node.value) if isinstance(node.value, dict) else ()
+        message = describe(f"{field}: unknown field", do=suggest(path, keys))
     else:
         expected = expected_words(hint_at(loc[:reached]))
+        if example := example_list(loc[:reached]):
+            expected += f", for example {example}"
         what = "wrong value" if kind == "literal_error" else "wrong type"
         message = describe(f"{field}: {what}", expected=expected, found=node.show())
     return path, Problem(origin=node.origin, message=message)

@@ -43,11 +43,18 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotYaml:
+    """A Python object that no YAML file can write, where a configuration was built in Python."""
+
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
 class Located:
     """A value and where it was written.
 
     Attributes:
-        value: None, bool, int, float, str, a list of ``Located`` or a dict from key to ``Located``.
+        value: None, bool, int, float, str, a list of ``Located``, a dict from key to ``Located``, or :class:`NotYaml`.
         origin: ``file:line`` of the key (of the item, in a list), or ``override --dotted.path=value``.
         text: an unquoted scalar as it was written, before it was read as a number; None for everything else.
     """
@@ -62,12 +69,16 @@ class Located:
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):
             return [child.plain() for child in self.value]
-        return self.value
+        # A list in a list: no annotation of the schema allows it but Any, which allows everything.
+        return [[]] if isinstance(self.value, NotYaml) else self.value
 
     def show(self) -> str:
         """The value as YAML would write it, with its kind, short enough for one line of an error."""
         if self.value is None:
             return "null"
+        if isinstance(self.value, NotYaml):
+            shown = repr(self.value.value)
+            return f"{shown if len(shown) <= 60 else shown[:57] + '...'} ({type(self.value.value).__name__})"
         is_scalar = isinstance(self.value, int | float)  # bool is an int here
         shown = self.text if is_scalar and self.text is not None else json.dumps(self.plain(), ensure_ascii=False)
         if len(shown) > 60:

@@ -118,12 +118,13 @@ def test_numbers_in_text_fields_are_the_text_as_written(write: Write) -> None:
         ),
         (
             "optimizer:\n  betas: [0.9]",
-            "FILE:2: optimizer.betas: wrong type; expected: a list of 2: a number, a number; found: [0.9] (a list)",
+            "FILE:2: optimizer.betas: wrong type; expected: a list of 2: a number, a number, "
+            "for example [0.9, 0.95]; found: [0.9] (a list)",
         ),
         (
             "optimizer:\n  betas: [0.9, 0.9, 0.9]",
-            "FILE:2: optimizer.betas: wrong type; expected: a list of 2: a number, a number; "
-            "found: [0.9, 0.9, 0.9] (a list)",
+            "FILE:2: optimizer.betas: wrong type; expected: a list of 2: a number, a number, "
+            "for example [0.9, 0.95]; found: [0.9, 0.9, 0.9] (a list)",
         ),
         (
             "data:\n  paths:\n    - a\n    - {b: 1}",
@@ -131,7 +132,8 @@ def test_numbers_in_text_fields_are_the_text_as_written(write: Write) -> None:
         ),
         (
             "data:\n  paths: a.txt",
-            'FILE:2: data.paths: wrong type; expected: a list, each item text; found: "a.txt" (text)',
+            "FILE:2: data.paths: wrong type; expected: a list, each item text, for example [first, second]; "
+            'found: "a.txt" (text)',
         ),
         (
             "checkpoint:\n  restore_from: on",
@@ -172,6 +174,12 @@ def test_a_wrong_type_says_where_what_was_expected_and_what_was_found(write: Wri
         ("optimizer: {nmae: adamw}", "optimizer.nmae", "write optimizer.name"),
         ("model_name_or_path: x", "model_name_or_path", "write model.pretrained_model_name_or_path"),
         ("chekpoint: {save_steps: 1}", "chekpoint", "write checkpoint"),
+        # The place of the field at once, not of a block that has none of that name.
+        ("training: {lr: 1.0}", "training.lr", "write optimizer.lr"),
+        ("trainer: {save_steps: 1, lr: 1.0}", "trainer", "write checkpoint.save_steps, optimizer.lr"),
+        ("checkpoint: {training: {max_steps: 1}}", "checkpoint.training", "write training"),
+        ("checkpoint: {max_step: 1}", "checkpoint.max_step", "write training.max_steps"),
+        ("model: {lora_rank: 1}", "model.lora_rank", "write model.lora.rank"),
         (
             "trajectory: {zzz: 1}",
             "trajectory.zzz",

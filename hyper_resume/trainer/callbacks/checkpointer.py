@@ -8,6 +8,7 @@ one object or a list. Attributes that it uses where they exist: ``data_iterator`
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from hyper_resume import collective
-from hyper_resume.checkpoint.base import CheckpointerBase, build_checkpointer
+from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_checkpointer
 from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
@@ -34,23 +35,43 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 _NEVER_SAVED = -1
+_ALWAYS_LOGGED = ("checkpoint_dir", "save_steps", "save_epochs", "restore_from")
+_TRAINER_ATTRIBUTES = (
+    "config.checkpoint",
+    "model",
+    "optimizer",
+    "lr_scheduler",
+    "train_dataloader",
+    "state.global_step",
+    "state.epoch",
+    "train_steps",
+    "start_epoch",
+    "start_step",
+)
 
 
 class CheckpointerCallback(Callback):
     """Saves at ``save_steps``, ``save_epochs`` and the end of training; restores once before training.
 
     No step is saved twice: ``_last_saved_step`` remembers the last one saved or restored.
+
+    Attributes:
+        last_saved: the last step directory that this run has saved durably or was restored from; None before the first.
     """
 
     def __init__(self, trainer: Any) -> None:
         """Build the storage backend from ``trainer.config.checkpoint``.
 
         Raises:
+            ConfigError: the trainer lacks attributes that saving or restoring uses; all of them at once.
             UnsupportedError: an optimizer wrapper whose state can't be reached, now rather than at the first save.
         """
         super().__init__(trainer)
+        _require_attributes(trainer)
         self.config: CheckpointingConfig = trainer.config.checkpoint
         self.checkpointer: CheckpointerBase = _build(self.config)
+        self.checkpointer.add_listener(self._note_durable)
+        self.last_saved: str | None = None
         self._last_saved_step = _NEVER_SAVED
         self._liveness = Liveness()
         self._records: Path | None = _trajectory_directory(trainer)
@@ -61,7 +82,7 @@ class CheckpointerCallback(Callback):
 
     def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Log the configuration and restore, if asked to. Runs after every other callback's ``on_train_begin``."""
-        logger.info("Checkpoint config: %s", self.config)
+        logger.info("Checkpoint config: %s", _in_short(self.config))
         for name in reserved_fields_set(self.config):
             logger.warning("checkpoint.%s is reserved for the Hugging Face export and has no effect yet", name)
         if self._records is not None and self.config.save_ckpt:
@@ -170,6 +191,10 @@ class CheckpointerCallback(Callback):
     def _directory(self) -> Path:
         return Path(self.config.checkpoint_dir) / f"global_step_{self._state.global_step}"
 
+    def _note_durable(self, event: SaveEvent) -> None:
+        if event.state == "durable":
+            self.last_saved = event.path
+
     # ---- restore ----------------------------------------------------------------------------------------------------
 
     def _load_checkpoint(self, path: str) -> Certificate:
@@ -177,6 +202,7 @@ class CheckpointerCallback(Callback):
         certificate = restore(trainer, config, self.checkpointer, path)
         if config.restore_train_state:
             self._last_saved_step = self._state.global_step
+            self.last_saved = path
         logger.info(
             "Checkpoint loaded successfully: path=%s, global_step=%s, start_epoch=%s, start_step=%s",
             path,
@@ -229,6 +255,44 @@ class CheckpointerCallback(Callback):
             return str(path)
 
         return collective.on_rank_zero(check)
+
+
+def _require_attributes(trainer: Any) -> None:
+    """Refuse a trainer that lacks what this callback uses.
+
+    Raises:
+        ConfigError: names everything that is missing.
+    """
+    absent = [name for name in _TRAINER_ATTRIBUTES if not _has(trainer, name)]
+    if absent:
+        raise ConfigError(
+            describe(
+                "the trainer lacks attributes that saving and restoring use",
+                where=f"CheckpointerCallback({type(trainer).__name__})",
+                expected=", ".join(_TRAINER_ATTRIBUTES),
+                found=f"no {', '.join(absent)}",
+                do="set them before the callback is made (state is a TrainerState; lr_scheduler may be None)",
+            )
+        )
+
+
+def _has(owner: Any, dotted: str) -> bool:
+    for name in dotted.split("."):
+        if not hasattr(owner, name):
+            return False
+        owner = getattr(owner, name)
+    return True
+
+
+def _in_short(config: CheckpointingConfig) -> str:
+    """Return the fields that are asked for most, and what else differs from its default."""
+    default = CheckpointingConfig()
+    shown = {
+        field.name: value
+        for field in dataclasses.fields(config)
+        if (value := getattr(config, field.name)) != getattr(default, field.name) or field.name in _ALWAYS_LOGGED
+    }
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 def _build(config: CheckpointingConfig) -> CheckpointerBase:
