@@ -13,16 +13,18 @@ import yaml
 from conformance.judging.recheck import recheck
 from conformance.matrix.case import CASES_FOLDER, Case, CaseError, load_cases, select
 from conformance.matrix.platforms import Platform, find_platform, load_platforms
+from conformance.matrix.selection import add_selection, selected, wanted
 from conformance.plain_data.serial import SerialError
-from conformance.records.results import ResultRecord
 from conformance.records.trajectory import RecordError
 from conformance.running.adapter import ADAPTERS, build_adapter
+from conformance.running.progress import print_result
 from conformance.running.session import GOOD, Session, Work
 from conformance.sabotages.catalogue import (
     SabotageEntry,
     judge_sabotage,
     lint_sabotages,
     load_sabotages,
+    require_known,
     sabotage_table,
 )
 
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.do(arguments, words)
     except (CaseError, SerialError, RecordError, yaml.YAMLError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return code
 
@@ -45,9 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m conformance", description="the conformance matrix")
     commands = parser.add_subparsers(required=True)
     chosen = argparse.ArgumentParser(add_help=False)
-    chosen.add_argument(
-        "--case", action="append", default=[], metavar="ID", help="an id, a base id or a glob; repeatable"
-    )
+    add_selection(chosen, default="every case, or every one that --platform requires")
     chosen.add_argument("--platform", help="only what this platform requires")
     chosen.add_argument("--cases", type=Path, default=CASES_FOLDER, metavar="DIR", help="folder of case files")
     running = argparse.ArgumentParser(add_help=False)
@@ -86,11 +86,11 @@ def _selection(arguments: argparse.Namespace) -> tuple[tuple[Case, ...], Platfor
     """The cases asked for, the platform, and the ids that it requires in vain."""
     cases = load_cases(arguments.cases)
     if arguments.platform is None:
-        return select(cases, arguments.case), None, []
+        return selected(cases, arguments), None, []
     platform = find_platform(arguments.platform, load_platforms())
     taken = [case for case in cases if platform.takes(case)]
-    missing = [] if arguments.case else platform.missing(cases)
-    return select(taken, arguments.case), platform, missing
+    missing = [] if wanted(arguments) else platform.missing(cases)
+    return selected(taken, arguments), platform, missing
 
 
 def _list(arguments: argparse.Namespace, words: list[str]) -> int:
@@ -124,6 +124,7 @@ def _list(arguments: argparse.Namespace, words: list[str]) -> int:
 
 def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     cases, platform, missing = _selection(arguments)
+    require_known(filter(None, [arguments.sabotage]), (entry.id for entry in load_sabotages()))
     with _session(arguments, platform, words) as session:
         repeats = range(arguments.repeat)
         session.run([Work(case=case, sabotage=arguments.sabotage, repeat=n) for n in repeats for case in cases])
@@ -155,12 +156,13 @@ def _sabotage(arguments: argparse.Namespace, words: list[str]) -> int:
     cases = {case.id: case for case in load_cases(arguments.cases)}
     for entry in entries:
         select(cases.values(), entry.cases)
-    wanted = sorted({case_id for entry in entries for case_id in entry.cases})
-    work = [Work(case=cases[case_id], repeat=n) for n in range(arguments.repeat) for case_id in wanted]
+    guarded = sorted({case_id for entry in entries for case_id in entry.cases})
+    work = [Work(case=cases[case_id], repeat=n) for n in range(arguments.repeat) for case_id in guarded]
     with _session(arguments, None, words) as session:
+        sabotaged = [Work(case=cases[case_id], sabotage=entry.id) for entry in entries for case_id in entry.cases]
+        print(f"{len(work)} clean runs, then {len(sabotaged)} with a sabotage: {session.folder}", flush=True)
         clean = session.run(work)
         records = []
-        sabotaged = [Work(case=cases[case_id], sabotage=entry.id) for entry in entries for case_id in entry.cases]
         by_key = {(result.sabotage, result.case): result for result in session.run(sabotaged)}
         for entry in entries:
             results = {case_id: by_key[entry.id, case_id] for case_id in entry.cases}
@@ -175,9 +177,7 @@ def _sabotage(arguments: argparse.Namespace, words: list[str]) -> int:
 
 def _entries(ids: Sequence[str], number: int = 1, parts: int = 1) -> tuple[SabotageEntry, ...]:
     entries = load_sabotages()
-    unknown = set(ids) - {entry.id for entry in entries}
-    if unknown:
-        raise SerialError(f"no sabotage is called {min(unknown)!r}")
+    require_known(ids, (entry.id for entry in entries))
     chosen = tuple(entry for entry in entries if not ids or entry.id in ids)[number - 1 :: parts]
     if not chosen:
         raise SerialError(f"part {number} of {parts} is empty: no more than {number - 1} sabotages were asked for")
@@ -193,15 +193,8 @@ def _session(arguments: argparse.Namespace, platform: Platform | None, words: li
         jobs=arguments.jobs,
         keep=arguments.keep,
         argv=words,
-        tell=_tell,
+        on_result=print_result,
     )
-
-
-def _tell(result: ResultRecord) -> None:
-    blamed = f" [{result.blamed}]" if result.blamed else ""
-    print(f"{result.outcome:11} {result.key:10} {result.title}{blamed}", flush=True)
-    if result.sabotage is None and result.outcome not in GOOD:
-        print(f"            {result.reason}\n            {result.reproduce}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conformance.matrix.case import Case, select
+from conformance.matrix.case import Case
 from conformance.matrix.platforms import Platform, find_platform
+from conformance.matrix.selection import add_selection, selected, wanted
 from conformance.plain_data.serial import SerialError
 from conformance.plain_data.yaml_lines import load_yaml
 from conformance.records.results import LegRecord, RankEnd, ResultRecord, read_results
+from conformance.running.progress import print_result
 from conformance.running.session import GOOD, Session, Work
-from conformance.sabotages.catalogue import SabotageEntry, judge_sabotage, load_sabotages, sabotage_table
+from conformance.sabotages.catalogue import (
+    SabotageEntry,
+    judge_sabotage,
+    load_sabotages,
+    require_known,
+    sabotage_table,
+)
 from st import running
 from st.presence import lacking
 
@@ -33,6 +41,7 @@ def add(verbs: Any) -> None:
     """Add the three."""
     listing = verbs.add_parser("list", help="ids, titles, where they are required")
     listing.add_argument("--check", action="store_true", help="report what does not fit together; 1 if anything")
+    add_selection(listing, default="every scenario")
     listing.set_defaults(do=_list)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--platform", default="cpu4", help="run on this one of platforms.yaml; default cpu4")
@@ -43,9 +52,7 @@ def add(verbs: Any) -> None:
     common.add_argument("--jobs", type=int, default=1, help="scenarios at a time; default 1")
     common.add_argument("--keep", action="store_true", help="keep the checkpoints of scenarios that pass")
     run = verbs.add_parser("run", parents=[common], help="run and judge scenarios")
-    run.add_argument(
-        "ids", nargs="*", metavar="ID", help="ids, base ids or globs; default: all that the platform requires"
-    )
+    add_selection(run, default="every scenario that the platform requires")
     run.add_argument("--sabotage", metavar="NAME", help="put this defect into every leg but the references")
     run.add_argument("--repeat", type=int, default=1, help="run each scenario so often")
     run.add_argument(
@@ -59,7 +66,8 @@ def add(verbs: Any) -> None:
 
 
 def _list(options: argparse.Namespace, words: Sequence[str]) -> int:
-    cases, platforms = running.scenarios(), running.platforms()
+    everything, platforms = running.scenarios(), running.platforms()
+    cases = selected(everything, options)
     width = max(len(case.id) for case in cases)
     for case in cases:
         where = " ".join(platform.id for platform in platforms if platform.takes(case))
@@ -68,7 +76,7 @@ def _list(options: argparse.Namespace, words: Sequence[str]) -> int:
             f"{'':{width}}  {case.launcher}; on: {where or 'no platform'}; sabotages: {', '.join(case.sabotages) or 'none'}"
         )
     print(f"{len(cases)} scenarios")
-    problems = _problems(cases, platforms) if options.check else []
+    problems = _problems(everything, platforms) if options.check else []
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
@@ -111,8 +119,9 @@ def _problems(cases: Sequence[Case], platforms: Sequence[Platform]) -> list[str]
 
 def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     platform = find_platform(options.platform, running.platforms())
-    cases = select(running.scenarios(options.scenarios), options.ids)
-    if not options.ids and options.scenarios == running.SCENARIOS:
+    cases = selected(running.scenarios(options.scenarios), options)
+    require_known(filter(None, [options.sabotage]), (entry.id for entry in load_sabotages()))
+    if not wanted(options) and options.scenarios == running.SCENARIOS:
         cases = tuple(case for case in cases if platform.takes(case))
     reason = lacking(platform)
     if reason is not None:
@@ -124,7 +133,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
         session.run(
             [Work(case=case, sabotage=options.sabotage, repeat=number) for number in numbers for case in chosen]
         )
-        footer = session.finish([] if options.ids else platform.missing(cases))
+        footer = session.finish([] if wanted(options) else platform.missing(cases))
     for result in session.results if len(session.results) <= _TOLD_IN_FULL else ():
         print(f"\n{result.key}\n{legs_table(session.folder, result.key)}\n")
     counts = ", ".join(f"{count} {name}" for name, count in footer.counts.items() if count)
@@ -207,10 +216,11 @@ def _sabotage(options: argparse.Namespace, words: Sequence[str]) -> int:
     # Many legs, and none of them is about how it is started.
     launcher = options.launcher or "warm"
     cases = {case.id: running.by(launcher, case) for case in running.scenarios()}
-    wanted = sorted({case_id for entry in entries for case_id in entry.cases})
+    work = [Work(case=cases[case_id], sabotage=entry.id) for entry in entries for case_id in entry.cases]
+    clean_work = [Work(case=cases[case_id]) for case_id in sorted({item.case.id for item in work})]
     with _session(options, platform, words, launcher=launcher) as session:
-        clean = session.run([Work(case=cases[case_id]) for case_id in wanted])
-        work = [Work(case=cases[case_id], sabotage=entry.id) for entry in entries for case_id in entry.cases]
+        print(f"{len(clean_work)} clean runs, then {len(work)} with a sabotage: {session.folder}", flush=True)
+        clean = session.run(clean_work)
         by_key = {(result.sabotage, result.case): result for result in session.run(work)}
         records = [
             judge_sabotage(entry, {case_id: by_key[entry.id, case_id] for case_id in entry.cases}) for entry in entries
@@ -226,9 +236,7 @@ def _sabotage(options: argparse.Namespace, words: Sequence[str]) -> int:
 def _entries(names: Sequence[str]) -> list[SabotageEntry]:
     """The matrix's own entries, with the scenarios of this room in place of its cases."""
     here = sabotages()
-    unknown = sorted(set(names) - set(here))
-    if unknown:
-        raise SerialError(f"{SABOTAGES.name} has no sabotage {unknown[0]!r}")
+    require_known(names, here)
     known = {entry.id: entry for entry in load_sabotages()}
     return [replace(known[name], cases=ids) for name, ids in here.items() if not names or name in names]
 
@@ -236,12 +244,5 @@ def _entries(names: Sequence[str]) -> list[SabotageEntry]:
 def _session(options: argparse.Namespace, platform: Platform, words: Sequence[str], *, launcher: str | None) -> Session:
     folder = options.results or _RESULTS / time.strftime("st-%Y%m%d-%H%M%S")
     return running.session(
-        folder, platform, launcher=launcher, jobs=options.jobs, keep=options.keep, argv=words, tell=_tell
+        folder, platform, launcher=launcher, jobs=options.jobs, keep=options.keep, argv=words, on_result=print_result
     )
-
-
-def _tell(result: ResultRecord) -> None:
-    blamed = f" [{result.blamed}]" if result.blamed else ""
-    print(f"{result.outcome:11} {result.key:10} {result.title}{blamed} ({result.seconds:.1f} s)", flush=True)
-    if result.sabotage is None and result.outcome not in GOOD:
-        print(f"            {result.reason}\n            {result.reproduce}", flush=True)

@@ -54,7 +54,7 @@ def session(
     jobs: int = 1,
     keep: bool = False,
     argv: Sequence[str] = (),
-    tell: Callable[[ResultRecord], None] = lambda result: None,
+    on_result: Callable[[ResultRecord, int, int], None] = lambda result, number, total: None,
 ) -> Session:
     """Begin a run of scenarios on a platform; ``launcher`` is named in the lines that run one again."""
     return Session(
@@ -68,5 +68,5 @@ def session(
         command="python -m st run",
         extra=f" --launcher {launcher}" if launcher else "",
         launchers=launchers,
-        tell=tell,
+        on_result=on_result,
     )

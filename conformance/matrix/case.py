@@ -21,6 +21,7 @@ from conformance.matrix.faults import FAULTS
 from conformance.matrix.given import Given
 from conformance.matrix.script import Expectation, FaultStep, LegStep, LookStep, Step
 from conformance.plain_data import serial
+from conformance.plain_data.suggestions import hint
 from conformance.plain_data.yaml_lines import load_yaml
 from conformance.records.file_operations import name_problem
 
@@ -139,7 +140,9 @@ def select(cases: Iterable[Case], patterns: Iterable[str]) -> tuple[Case, ...]:
     chosen = [case for case in cases if not wanted or any(matches(case.id, pattern) for pattern in wanted)]
     for pattern in wanted:
         if not any(matches(case.id, pattern) for case in cases):
-            raise CaseError(f"no case matches {pattern!r}")
+            ids = {name for case in cases for name in (case.id, case.id.partition(".")[0])}
+            otherwise = "the command `list` prints every id"
+            raise CaseError(f"no case matches {pattern!r}; {hint(pattern, ids, otherwise=otherwise)}")
     if not chosen:
         raise CaseError("no case is selected")
     return tuple(chosen)

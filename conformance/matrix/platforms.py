@@ -9,6 +9,7 @@ from typing import Literal
 
 from conformance.matrix.case import CLASSES, Case, matches
 from conformance.plain_data import serial
+from conformance.plain_data.suggestions import hint
 from conformance.plain_data.yaml_lines import load_yaml
 
 PLATFORMS_FILE = Path(__file__).parents[1] / "platforms.yaml"
@@ -67,5 +68,5 @@ def find_platform(name: str, platforms: Iterable[Platform]) -> Platform:
     """
     known = {platform.id: platform for platform in platforms}
     if name not in known:
-        raise serial.SerialError(f"no platform is called {name!r}; known: {', '.join(known)}")
+        raise serial.SerialError(f"no platform is called {name!r}; {hint(name, known)}")
     return known[name]

@@ -6,7 +6,6 @@ optional. So the vocabulary can't drift away from the code.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from conformance.plain_data import serial
+from conformance.plain_data.suggestions import hint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -72,9 +72,7 @@ class Registry(Generic[F]):
         """
         if isinstance(name, str) and name in self.entries:
             return self.entries[name]
-        near = difflib.get_close_matches(str(name), self.entries, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(self.entries))}"
-        raise serial.SerialError(f"{where}: no {self.noun} is called {name!r}{hint}")
+        raise serial.SerialError(f"{where}: no {self.noun} is called {name!r}; {hint(name, self.entries)}")
 
     def parameters(self, name: Any, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return ``raw`` as typed arguments of the entry called ``name``; absent ones are left to their defaults.

@@ -62,7 +62,7 @@ class Session:
         command: str = "python -m conformance run --case",
         extra: str = "",
         launchers: Callable[[Path], Mapping[str, Launcher]] = warm_only,
-        tell: Callable[[ResultRecord], None] = lambda result: None,
+        on_result: Callable[[ResultRecord, int, int], None] = lambda result, number, total: None,
     ) -> None:
         """Begin the run in ``folder``, which is made; it must hold no results yet.
 
@@ -78,14 +78,14 @@ class Session:
             extra: what such a line repeats of the command line.
             launchers: makes what starts legs, by name, for a run's folder. ``warm`` must be there; a case whose own is not
                 is started by that too.
-            tell: called with each result, in order.
+            on_result: called with each result in order, its number from 1, and how many are being run.
         """
         self.folder = folder.resolve()
         self._writer = ResultsWriter(self.folder)
         extra = (f" --platform {platform.id}" if platform else "") + extra
         device = platform.device if platform else "cpu"
         self._runner = Runner(adapter, self.folder, device=device, keep=keep, command=command, extra=extra)
-        self._tell = tell
+        self._on_result = on_result
         self._platform = platform
         self._begun = time.monotonic()
         self.launchers = launchers(self.folder)
@@ -132,10 +132,10 @@ class Session:
         futures: list[Future[CaseRun]] = [self._pool.submit(self._run_one, item) for item in work]
         results = []
         try:
-            for future in futures:
+            for number, future in enumerate(futures, start=1):
                 done = future.result()
                 self._writer.write(done.records)
-                self._tell(done.result)
+                self._on_result(done.result, number, len(futures))
                 results.append(done.result)
         except (KeyboardInterrupt, SystemExit):
             self.stop()
@@ -160,7 +160,7 @@ class Session:
     def add(self, records: Sequence[Record], result: ResultRecord) -> None:
         """Take in what was run by other means than cases: its records, and what they come to."""
         self._writer.write([*records, result])
-        self._tell(result)
+        self._on_result(result, 1, 1)
         self.results.append(result)
 
     def add_sabotages(self, records: Sequence[SabotageRecord]) -> None:
