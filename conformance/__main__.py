@@ -32,7 +32,7 @@ _RESULTS = Path("results")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; 0 when all is well, 1 when something is red, 2 when the question itself is wrong."""
+    """Run one subcommand. Returns 0 when everything passed, 1 when something failed, 2 for a usage error or a malformed file."""
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(words)
     try:
@@ -52,23 +52,23 @@ def _parser() -> argparse.ArgumentParser:
     chosen.add_argument("--cases", type=Path, default=CASES_FOLDER, metavar="DIR", help="folder of case files")
     running = argparse.ArgumentParser(add_help=False)
     running.add_argument("--results", type=Path, help="the run's folder; default results/conformance-TIME")
-    running.add_argument("--jobs", type=int, default=2, help="cases at a time")
-    running.add_argument("--repeat", type=int, default=1, help="run each case so often")
+    running.add_argument("--jobs", type=int, default=2, help="cases at a time; default 2")
+    running.add_argument("--repeat", type=int, default=1, help="how often to run each case; default 1")
     running.add_argument("--keep", action="store_true", help="keep the checkpoints of cases that pass")
     running.add_argument("--adapter", choices=sorted(ADAPTERS), default="hyper_resume", help="the trainer")
     listing = commands.add_parser("list", parents=[chosen], help="ids, titles, platforms, sabotages")
-    listing.add_argument("--check", action="store_true", help="report what does not fit together; 1 if anything")
+    listing.add_argument("--check", action="store_true", help="report cases, platforms and sabotages that do not match; exit code 1 if any")
     listing.set_defaults(do=_list)
     run = commands.add_parser("run", parents=[chosen, running], help="run and judge cases")
-    run.add_argument("--sabotage", metavar="ID", help="put this defect into every leg but the references")
+    run.add_argument("--sabotage", metavar="ID", help="install this defect in every leg except the references")
     run.set_defaults(do=_run)
     again = commands.add_parser("recheck", help="judge a run again from its records")
     again.add_argument("folder", type=Path)
     again.set_defaults(do=_recheck)
-    sabotage = commands.add_parser("sabotage", parents=[running], help="put in each defect and see that it is caught")
+    sabotage = commands.add_parser("sabotage", parents=[running], help="install each defect and verify that its cases catch it")
     sabotage.add_argument("ids", nargs="*", metavar="SABOTAGE", help="default: all")
     sabotage.add_argument(
-        "--part", type=_part, default=(1, 1), metavar="K/N", help="every N-th of them, beginning with the K-th"
+        "--part", type=_part, default=(1, 1), metavar="K/N", help="every N-th sabotage, beginning with the K-th"
     )
     sabotage.add_argument("--cases", type=Path, default=CASES_FOLDER, metavar="DIR", help="folder of case files")
     sabotage.set_defaults(do=_sabotage)
@@ -83,7 +83,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _selection(arguments: argparse.Namespace) -> tuple[tuple[Case, ...], Platform | None, list[str]]:
-    """The cases asked for, the platform, and the ids that it requires in vain."""
+    """The selected cases, the platform, and the ids that it requires and no case has."""
     cases = load_cases(arguments.cases)
     if arguments.platform is None:
         return selected(cases, arguments), None, []
@@ -140,12 +140,12 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
 def _recheck(arguments: argparse.Namespace, words: list[str]) -> int:
     found = recheck(arguments.folder)
     for item in found:
-        told = (
+        outcome = (
             item.now
             if item.agrees
             else f"{item.now}, was {item.then} (blamed {item.blamed_now}, was {item.blamed_then})"
         )
-        print(f"{item.key}: {told}{': ' + item.reason if item.reason else ''}")
+        print(f"{item.key}: {outcome}{': ' + item.reason if item.reason else ''}")
     different = sum(not item.agrees for item in found)
     print(f"{len(found)} judged again, {different} differ")
     return 1 if different else 0

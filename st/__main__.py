@@ -16,7 +16,7 @@ from conformance.matrix.case import CaseError
 from conformance.plain_data.serial import SerialError
 from conformance.records.trajectory import RecordError
 from st import command_crash, command_scenarios
-from st.lives import LifeError
+from st.attempts import InconclusiveError
 
 USAGE = 2
 
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (CaseError, SerialError, RecordError, yaml.YAMLError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
-    except LifeError as error:
+    except InconclusiveError as error:
         print(f"error: nothing was shown: {error}", file=sys.stderr)
         return command_scenarios.TROUBLE
     except KeyboardInterrupt:

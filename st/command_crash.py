@@ -17,7 +17,7 @@ from conformance.running.session import Session
 from st import running
 from st.command_scenarios import exit_code
 from st.soak import WORKLOADS, Kill, Soak
-from st.sweep import MODES, Asked, Sweep
+from st.sweep import MODES, PointRequest, Sweep
 
 _RESULTS = Path("results")
 _PLATFORM = "cpu4"
@@ -70,7 +70,7 @@ def _share(text: str) -> float:
     return value
 
 
-def _point(text: str) -> Asked:
+def _point(text: str) -> PointRequest:
     rank, _, operation = text.partition(":")
     is_number = operation.isdigit()
     if not rank.isdigit() or not (is_number or " " in operation):
@@ -83,13 +83,19 @@ def _soak(options: argparse.Namespace, words: Sequence[str]) -> int:
     begun = time.monotonic()
     with _session(options, words) as session:
         print(f"{workload.title}; {options.kills} kills, seed {options.seed}: {session.folder}", flush=True)
-        launcher, aside = session.launchers[options.launcher], session.launchers["warm"]
-        soak = Soak(session.folder, build_adapter("hyper_resume"), launcher, aside=aside, sabotage=options.sabotage)
+        launcher, reference_launcher = session.launchers[options.launcher], session.launchers["warm"]
+        soak = Soak(
+            session.folder,
+            build_adapter("hyper_resume"),
+            launcher,
+            reference_launcher=reference_launcher,
+            sabotage=options.sabotage,
+        )
 
-        def tell(record: KillRecord, kill: Kill) -> None:
+        def on_kill(record: KillRecord, kill: Kill) -> None:
             print(_line(record, options.kills), flush=True)
 
-        soaked = soak.run(options.workload, kills=options.kills, seed=options.seed, tell=tell)
+        soaked = soak.run(options.workload, kills=options.kills, seed=options.seed, on_kill=on_kill)
         again = ["soak", "--workload", options.workload, "--kills", str(options.kills), "--seed", str(options.seed)]
         again += ["--launcher", options.launcher]
         result = _result(
@@ -110,7 +116,12 @@ def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
         for mode in options.mode or MODES:
             begun = time.monotonic()
             swept = sweep.run(
-                mode, share=options.share, seed=options.seed, jobs=options.jobs, only=options.point, tell=_tell_point
+                mode,
+                share=options.share,
+                seed=options.seed,
+                jobs=options.jobs,
+                only=options.point,
+                on_point=_report_point,
             )
             tried += len(swept.kills)
             reason = "" if swept.outcome == "pass" else swept.summary
@@ -124,14 +135,14 @@ def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _line(record: KillRecord, of: int) -> str:
-    told = f"kill {record.number:>{len(str(of))}} of {of}: {record.what}"
+    text = f"kill {record.number:>{len(str(of))}} of {of}: {record.what}"
     if record.outcome != "pass":
-        return f"{told}: {record.outcome.upper()}: {record.reason}"
+        return f"{text}: {record.outcome.upper()}: {record.reason}"
     resumed = f"{record.last_step} finished, resumed at {record.resumed_at}, {record.lost_steps} lost"
-    return f"{told}; {resumed}; {record.seconds:.1f} s"
+    return f"{text}; {resumed}; {record.seconds:.1f} s"
 
 
-def _tell_point(record: KillRecord) -> None:
+def _report_point(record: KillRecord) -> None:
     if record.outcome != "pass":
         print(f"{record.outcome.upper()} {record.mode}, rank {record.rank}, {record.what}: {record.reason}")
         print(

@@ -27,11 +27,11 @@ from conformance.sabotages.catalogue import (
     sabotage_table,
 )
 from st import running
-from st.presence import lacking
+from st.hardware import missing_hardware
 
 TROUBLE = 4
 # So many scenarios are told leg by leg.
-_TOLD_IN_FULL = 3
+_MOST_DETAILED = 3
 _RESULTS = Path("results")
 _CHECKOUT = Path(__file__).resolve().parent.parent
 SABOTAGES = Path(__file__).with_name("sabotages.yaml")
@@ -123,7 +123,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     require_known(filter(None, [options.sabotage]), (entry.id for entry in load_sabotages()))
     if not wanted(options) and options.scenarios == running.SCENARIOS:
         cases = tuple(case for case in cases if platform.takes(case))
-    reason = lacking(platform)
+    reason = missing_hardware(platform)
     if reason is not None:
         print(f"unsupported: {reason}", file=sys.stderr)
         return 1
@@ -134,7 +134,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
             [Work(case=case, sabotage=options.sabotage, repeat=number) for number in numbers for case in chosen]
         )
         footer = session.finish([] if wanted(options) else platform.missing(cases))
-    for result in session.results if len(session.results) <= _TOLD_IN_FULL else ():
+    for result in session.results if len(session.results) <= _MOST_DETAILED else ():
         print(f"\n{result.key}\n{legs_table(session.folder, result.key)}\n")
     counts = ", ".join(f"{count} {name}" for name, count in footer.counts.items() if count)
     print(f"{counts or 'no clean run'} in {footer.seconds:.1f} s: {shown(session.folder)}")

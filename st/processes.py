@@ -23,7 +23,7 @@ _PR_GET_CHILD_SUBREAPER = 37
 _POLL_SECONDS = 0.005
 
 
-class DeathNotProvedError(RuntimeError):
+class DeathNotVerifiedError(RuntimeError):
     """A process did not die of the signal it was sent, or did not die at all."""
 
 
@@ -96,12 +96,12 @@ def descendants(pid: int) -> list[Process]:
     by_parent: dict[int, list[Process]] = {}
     for process in everything():
         by_parent.setdefault(process.parent, []).append(process)
-    family, waiting = [], [pid]
+    found, waiting = [], [pid]
     while waiting:
         children = by_parent.get(waiting.pop(0), [])
-        family += children
+        found += children
         waiting += [child.pid for child in children]
-    return family
+    return found
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -148,17 +148,17 @@ def reap(pid: int, deadline: float) -> int:
         deadline: when to give up, on :func:`time.monotonic`'s clock.
 
     Raises:
-        DeathNotProvedError: it is still alive at the deadline, or is no child of this process.
+        DeathNotVerifiedError: it is still alive at the deadline, or is no child of this process.
     """
     while True:
         try:
             done, status = os.waitpid(pid, os.WNOHANG)
         except ChildProcessError as error:
-            raise DeathNotProvedError(f"process {pid} is no child of this one, so its end can't be read") from error
+            raise DeathNotVerifiedError(f"process {pid} is no child of this one, so its end can't be read") from error
         if done == pid:
             return status
         if time.monotonic() > deadline:
-            raise DeathNotProvedError(f"process {pid} is still alive ({read(pid)}) although it was killed")
+            raise DeathNotVerifiedError(f"process {pid} is still alive ({read(pid)}) although it was killed")
         time.sleep(_POLL_SECONDS)
 
 
@@ -174,7 +174,7 @@ def sweep(token: str, seen: set[int], *, limit_seconds: float = 20.0) -> list[in
         The pids that were still alive, ascending.
 
     Raises:
-        DeathNotProvedError: something is still there at the limit.
+        DeathNotVerifiedError: something is still there at the limit.
     """
     deadline = time.monotonic() + limit_seconds
     alive: set[int] = set()
@@ -185,14 +185,14 @@ def sweep(token: str, seen: set[int], *, limit_seconds: float = 20.0) -> list[in
         alive.update(process.pid for process in left)
         _reap_finished(seen | alive)
         is_late = time.monotonic() > deadline
-        if not left and (is_late or not _becoming()):
+        if not left and (is_late or not _starting()):
             return sorted(alive)
         if is_late:
-            raise DeathNotProvedError(f"processes {[process.pid for process in left]} survive SIGKILL")
+            raise DeathNotVerifiedError(f"processes {[process.pid for process in left]} survive SIGKILL")
         time.sleep(_POLL_SECONDS)
 
 
-def _becoming() -> list[Process]:
+def _starting() -> list[Process]:
     """Children of this process, orphans above all, that just become another program: nobody can see yet whose they are."""
     own = [process for process in everything() if process.parent == os.getpid() and not process.is_zombie]
     return [process for process in own if not environment(process.pid)]

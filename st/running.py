@@ -11,7 +11,7 @@ from conformance.matrix.platforms import Platform, load_platforms
 from conformance.records.results import ResultRecord
 from conformance.running.adapter import build_adapter
 from conformance.running.launching import Launcher
-from conformance.running.processes import Hosts
+from conformance.running.processes import LocalLauncher
 from conformance.running.session import Session
 from st.torchrun import Torchrun
 
@@ -42,7 +42,7 @@ def by(launcher: str | None, case: Case) -> Case:
 
 def launchers(folder: Path) -> Mapping[str, Launcher]:
     """Both launchers; ``folder`` gets the logs of the warm servers."""
-    return {"warm": Hosts(folder), "torchrun": Torchrun()}
+    return {"warm": LocalLauncher(folder), "torchrun": Torchrun()}
 
 
 def session(

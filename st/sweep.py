@@ -18,12 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from conformance.matrix.script import LegFault
-from conformance.records.file_operations import is_asked_for
+from conformance.records.file_operations import selects_operation
 from conformance.records.results import KillRecord, Outcome
 from conformance.running.adapter import Adapter
 from conformance.running.launching import Launcher
 from conformance.running.references import References
-from st.lives import LATEST, Life, LifeError, Lives, RedError, Reference, Training, reference_of
+from st.attempts import (
+    LATEST,
+    Attempt,
+    AttemptRunner,
+    InconclusiveError,
+    Reference,
+    Training,
+    ViolationError,
+    reference_of,
+)
 
 SAVE_STEPS = 3
 # The save that is killed, and the one that it may fall back to.
@@ -66,11 +75,11 @@ class Point:
 
 
 # A rank, and one of its changes: the number of it, or a name, which means the first that it matches.
-Asked = tuple[int, int | str]
+PointRequest = tuple[int, int | str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Swept:
+class SweepOutcome:
     """What a sweep of one mode came to. ``points`` is how many there are, ``kills`` those that were tried."""
 
     mode: str
@@ -110,8 +119,15 @@ class Sweep:
         self._references = References(folder, keeps_disk=False)
 
     def run(
-        self, name: str, *, share: float, seed: int, jobs: int, only: Asked | None, tell: Callable[[KillRecord], None]
-    ) -> Swept:
+        self,
+        name: str,
+        *,
+        share: float,
+        seed: int,
+        jobs: int,
+        only: PointRequest | None,
+        on_point: Callable[[KillRecord], None],
+    ) -> SweepOutcome:
         """Sweep one mode.
 
         Args:
@@ -120,10 +136,10 @@ class Sweep:
             seed: of the draw.
             jobs: points at a time.
             only: this one alone.
-            tell: called with each point, in order.
+            on_point: called with each point, in order.
 
         Raises:
-            LifeError: the reference, or what has to stand on the disk before, can't be made.
+            InconclusiveError: the reference, or what has to stand on the disk before, can't be made.
         """
         mode = MODES[name]
         given = {**_GIVEN, "checkpoint": {**_GIVEN["checkpoint"], **mode.checkpoint}}
@@ -143,7 +159,7 @@ class Sweep:
             try:
                 for future in futures:
                     kills.append(future.result())
-                    tell(kills[-1])
+                    on_point(kills[-1])
             except BaseException:
                 # Ctrl-C: without this the points that wait would all be tried first.
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -151,39 +167,43 @@ class Sweep:
                 raise
         if not self._keep:
             shutil.rmtree(base)
-        return Swept(mode=name, points=len(points), kills=tuple(kills))
+        return SweepOutcome(mode=name, points=len(points), kills=tuple(kills))
 
-    def _lives(self, folder: Path, training: Training, reference: Reference, *, sabotaged: bool = False) -> Lives:
+    def _runner(
+        self, folder: Path, training: Training, reference: Reference, *, sabotaged: bool = False
+    ) -> AttemptRunner:
         sabotage = self._sabotage if sabotaged else None
-        return Lives(training, reference, folder, self._folder, self._adapter, self._launcher, sabotage=sabotage)
+        return AttemptRunner(
+            training, reference, folder, self._folder, self._adapter, self._launcher, sabotage=sabotage
+        )
 
     def _prepare(self, name: str, mode: Mode, training: Training, reference: Reference) -> Path:
         """Make the disk that every point begins with."""
         folder = self._folder / f"sweep.{name}" / "base"
-        lives = self._lives(folder, training, reference)
+        runner = self._runner(folder, training, reference)
         try:
-            lives.live("saving", restore_from=None, fault=LegFault(kind="kill", after_step=STEP - 1))
+            runner.run_attempt("saving", restore_from=None, fault=LegFault(kind="kill", after_step=STEP - 1))
             if mode.prepare == "dead save":
                 fault = LegFault(kind="kill", after_step=STEP, moment="before_commit")
-                lives.live("interrupted", fault=fault)
+                runner.run_attempt("interrupted", fault=fault)
             elif mode.prepare == "same step":
-                lives.live("interrupted", fault=LegFault(kind="kill", after_step=STEP))
-        except RedError as error:
-            raise LifeError(f"the disk before the save can't be made: {error}") from error
+                runner.run_attempt("interrupted", fault=LegFault(kind="kill", after_step=STEP))
+        except ViolationError as error:
+            raise InconclusiveError(f"the disk before the save can't be made: {error}") from error
         return folder
 
     def _points(self, name: str, base: Path, training: Training, reference: Reference) -> Iterator[Point]:
         """Every change on disk of the save under test, told by a leg that nobody kills."""
         folder = self._folder / f"sweep.{name}" / "counting"
         shutil.copytree(base / "disk", folder / "disk", symlinks=True)
-        lives = self._lives(folder, training, reference)
+        runner = self._runner(folder, training, reference)
         try:
-            life = lives.live("saving", restore_from=f"global_step_{BEFORE}", more={"tell_operations": True})
-        except RedError as error:
-            raise LifeError(f"a save that nobody killed: {error}") from error
-        for event in life.evidence.events("operation", None):
+            attempt = runner.run_attempt("saving", restore_from=f"global_step_{BEFORE}", more={"tell_operations": True})
+        except ViolationError as error:
+            raise InconclusiveError(f"a save that nobody killed: {error}") from error
+        for event in attempt.evidence.events("operation", None):
             if event.data["save"] == STEP:
-                what = f"{event.data['what']} {_nameless(event.data['where'])}"
+                what = f"{event.data['what']} {_without_random_part(event.data['where'])}"
                 yield Point(rank=event.rank, operation=event.data["number"], what=what)
         shutil.rmtree(folder)
 
@@ -196,14 +216,14 @@ class Sweep:
         outcome: Outcome
         killed, resumed, outcome, reason, divergence = None, None, "pass", "", None
         try:
-            lives = self._lives(folder, training, reference, sabotaged=True)
-            killed = lives.live("interrupted", restore_from=f"global_step_{BEFORE}", fault=_fault(point))
-            resumed = lives.live("resumed", restore_from=LATEST)
+            runner = self._runner(folder, training, reference, sabotaged=True)
+            killed = runner.run_attempt("interrupted", restore_from=f"global_step_{BEFORE}", fault=_fault(point))
+            resumed = runner.run_attempt("resumed", restore_from=LATEST)
             _require_little_lost(training, killed, resumed)
-            _require_clean(lives)
-        except RedError as error:
+            _require_clean(runner)
+        except ViolationError as error:
             outcome, reason, divergence = "fail", str(error), error.divergence
-        except LifeError as error:
+        except InconclusiveError as error:
             outcome, reason = "error", str(error)
         if outcome == "pass" and not self._keep:
             shutil.rmtree(folder)
@@ -231,32 +251,34 @@ def _fault(point: Point) -> LegFault:
     return LegFault(kind="kill", after_step=STEP, moment="file_operation", rank=point.rank, operation=point.operation)
 
 
-def _choose(points: Sequence[Point], share: float, seed: int, only: Asked | None) -> list[Point]:
+def _choose(points: Sequence[Point], share: float, seed: int, only: PointRequest | None) -> list[Point]:
     if only is not None:
-        rank, asked = only
-        chosen = [item for item in points if item.rank == rank and is_asked_for(asked, item.operation, item.what)]
+        rank, operation = only
+        chosen = [
+            item for item in points if item.rank == rank and selects_operation(operation, item.operation, item.what)
+        ]
         if not chosen:
-            raise LifeError(f"the save has no file operation {asked} of rank {rank}")
+            raise InconclusiveError(f"the save has no file operation {operation} of rank {rank}")
         return chosen[:1]
     count = max(1, round(share * len(points)))
     drawn = sorted(random.Random(seed).sample(range(len(points)), count))
     return [points[place] for place in drawn]
 
 
-def _require_little_lost(training: Training, killed: Life, resumed: Life) -> None:
+def _require_little_lost(training: Training, killed: Attempt, resumed: Attempt) -> None:
     lost = killed.last_step - resumed.restored
     if lost > training.lost_at_most:
-        raise RedError(f"{lost} steps are lost, more than {training.lost_at_most}")
+        raise ViolationError(f"{lost} steps are lost, more than {training.lost_at_most}")
 
 
-def _require_clean(lives: Lives) -> None:
+def _require_clean(runner: AttemptRunner) -> None:
     """The resumed training saved again, and what the killed save had left is gone."""
-    left = [path.name for path in (lives.checkpoints / ".staging").glob("*")]
+    left = [path.name for path in (runner.checkpoints / ".staging").glob("*")]
     if left:
-        raise RedError(f"left behind in .staging: {left}")
+        raise ViolationError(f"left behind in .staging: {left}")
 
 
-def _nameless(where: str) -> str:
+def _without_random_part(where: str) -> str:
     """A path without the random part of a staging directory's or a temporary's name, so that runs can be compared."""
     head, *rest = where.split("/")
     if head != ".staging" or not rest:
@@ -266,4 +288,4 @@ def _nameless(where: str) -> str:
     return "/".join([head, name, *rest[1:]])
 
 
-__all__ = ["MODES", "Asked", "Mode", "Point", "Sweep", "Swept"]
+__all__ = ["MODES", "Mode", "Point", "PointRequest", "Sweep", "SweepOutcome"]

@@ -9,7 +9,7 @@ What this knows of them, it knows from the kernel:
 * whatever else a leg left behind carries the leg's mark in its environment.
 
 An agent that is to lose its ranks politely is stopped first (SIGSTOP), so that it neither reaps nor signals one of them before
-their ends are known, and gets its own SIGTERM when all of them have ended. One that is told itself to end passes that on, is
+their ends are known, and gets its own SIGTERM when all of them have ended. One that is reported itself to end passes that on, is
 stopped then, and only goes on when they have ended.
 """
 
@@ -33,7 +33,7 @@ from pathlib import Path
 
 from conformance.records.evidence import rank_log
 from conformance.records.results import RankEnd
-from conformance.running.launching import HostError, LegOrder, RunningLeg
+from conformance.running.launching import LauncherError, LegOrder, RunningLeg
 from conformance.running.processes import QUIET, rank_end
 from st import processes
 
@@ -62,7 +62,7 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise HostError("no free port on 127.0.0.1 between 20000 and 32000")
+    raise LauncherError("no free port on 127.0.0.1 between 20000 and 32000")
 
 
 class Torchrun:
@@ -80,11 +80,11 @@ class Torchrun:
         """Start the agents, which start the ranks.
 
         Raises:
-            HostError: this is stopped.
+            LauncherError: this is stopped.
         """
         with self._lock:
             if self._is_stopped:
-                raise HostError("no leg is started any more")
+                raise LauncherError("no leg is started any more")
             leg = TorchrunLeg(order)
             self._legs = [*(other for other in self._legs if not other.is_cleared), leg]
         return leg
@@ -99,7 +99,7 @@ class Torchrun:
             self._is_stopped = True
             legs = list(self._legs)
         for leg in legs:
-            leg.strike(range(len(leg.ranks)), signal.SIGKILL)
+            leg.send_signal(range(len(leg.ranks)), signal.SIGKILL)
 
     def close(self) -> None:
         """Adopt no more."""
@@ -118,7 +118,7 @@ class TorchrunLeg:
         self._token = uuid.uuid4().hex
         self.is_cleared = False
         # What else was killed with an agent: it becomes this process's child, and is reaped in the end.
-        self._family: set[int] = set()
+        self._adopted: set[int] = set()
         self._searched_at = 0.0
         self.ranks: list[TorchrunRank] = [TorchrunRank(self, rank) for rank in range(len(order.launches))]
         self.agents: list[Agent] = []
@@ -127,7 +127,7 @@ class TorchrunLeg:
             for node in range(order.nodes):
                 self.agents.append(self._start_agent(order, node, port))
         except BaseException:
-            self.strike(range(len(self.ranks)), signal.SIGKILL)
+            self.send_signal(range(len(self.ranks)), signal.SIGKILL)
             self.clear()
             raise
 
@@ -170,7 +170,7 @@ class TorchrunLeg:
         """The ranks of a node."""
         return self.ranks[node * self._size : (node + 1) * self._size]
 
-    def strike(self, ranks: Sequence[int], number: signal.Signals) -> None:
+    def send_signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
         """Signal these ranks; the agent of a node that loses all its ranks is killed first, or stopped until they ended."""
         wanted = set(ranks)
         for agent in self.agents:
@@ -179,21 +179,21 @@ class TorchrunLeg:
                 continue
             if number == signal.SIGKILL:
                 # Looked for first: the children of a dead agent are no descendants of it.
-                family = processes.descendants(agent.pid)
+                adopted = processes.descendants(agent.pid)
                 agent.send(number)
-                for process in family:
+                for process in adopted:
                     processes.kill(process)
-                self._family.update(process.pid for process in family)
+                self._adopted.update(process.pid for process in adopted)
             else:
                 agent.freeze()
         for rank in wanted:
             self.ranks[rank].send(number)
 
-    def strike_launcher(self, node: int, number: signal.Signals) -> None:
-        """Signal an agent alone, and stop it as soon as it has told that each of its ranks got a signal.
+    def signal_launcher(self, node: int, number: signal.Signals) -> None:
+        """Signal an agent alone, and stop it as soon as it has reported that each of its ranks got a signal.
 
         Raises:
-            HostError: it does not pass the signal on.
+            LauncherError: it does not pass the signal on.
         """
         self.search(now=True)
         agent = self.agents[node]
@@ -202,9 +202,9 @@ class TorchrunLeg:
         deadline = time.monotonic() + _PASSED_SECONDS
         while not wanted <= {int(pid) for pid, _ in _CLOSED.findall(self._log(node))}:
             if time.monotonic() > deadline:
-                raise HostError(f"the agent of node {node} did not pass {number.name} on to its ranks")
+                raise LauncherError(f"the agent of node {node} did not pass {number.name} on to its ranks")
             time.sleep(_POLL_SECONDS)
-        agent.freeze(was_told=True)
+        agent.freeze(was_signalled=True)
 
     def _log(self, node: int) -> str:
         return (self._folder / f"log_agent_{node}.txt").read_text(encoding="utf-8", errors="replace")
@@ -220,12 +220,12 @@ class TorchrunLeg:
     def clear(self) -> list[int]:
         """Kill and reap whatever carries the leg's mark, and put each rank's output where it belongs."""
         known = {process.pid for rank in self.ranks if (process := rank.process)} | {agent.pid for agent in self.agents}
-        known |= self._family
+        known |= self._adopted
         try:
             with _uninterrupted():
                 left = processes.sweep(self._token, known)
-        except processes.DeathNotProvedError as error:
-            raise HostError(str(error)) from error
+        except processes.DeathNotVerifiedError as error:
+            raise LauncherError(str(error)) from error
         self.is_cleared = True
         for agent in self.agents:
             agent.reap()
@@ -251,7 +251,7 @@ class TorchrunLeg:
                     self.ranks[number].process = process
 
     def reported(self, rank: int) -> RankEnd:
-        """The end of a rank that nobody saw, as its agent told it: by its own good end, in its report of failures, or as the
+        """The end of a rank that nobody saw, as its agent reported it: by its own good end, in its report of failures, or as the
         signal that it sent to end it.
         """
         agent = self.agents[rank // self._size]
@@ -262,8 +262,8 @@ class TorchrunLeg:
         process = self.ranks[rank].process
         if rank in codes:
             return rank_end(codes[rank])
-        told = {int(pid): name for pid, name in _CLOSED.findall(log)}
-        return RankEnd(exit_code=None, signal=told.get(process.pid) if process else None)
+        reported = {int(pid): name for pid, name in _CLOSED.findall(log)}
+        return RankEnd(exit_code=None, signal=reported.get(process.pid) if process else None)
 
 
 class Agent:
@@ -272,7 +272,7 @@ class Agent:
     def __init__(self, leg: TorchrunLeg, node: int, process: subprocess.Popen[bytes]) -> None:
         """``process`` was just started."""
         self._leg, self.node, self._process = leg, node, process
-        self._is_frozen = self._was_told = False
+        self._is_frozen = self._was_signalled = False
         self.end: RankEnd | None = None
 
     @property
@@ -284,7 +284,7 @@ class Agent:
         """How it ended. One that was stopped goes on to its own end as soon as all its ranks have ended."""
         if self._is_frozen and all(rank.is_over() for rank in self._leg.members(self.node)):
             self._is_frozen = False
-            if not self._was_told:
+            if not self._was_signalled:
                 self._process.send_signal(signal.SIGTERM)
             self._process.send_signal(signal.SIGCONT)
         code = self._process.poll()
@@ -296,10 +296,10 @@ class Agent:
         """Signal it, if it lives."""
         self._process.send_signal(number)
 
-    def freeze(self, *, was_told: bool = False) -> None:
-        """Stop it until its ranks have ended; one that ``was_told`` to end is not told again."""
+    def freeze(self, *, was_signalled: bool = False) -> None:
+        """Stop it until its ranks have ended; one that ``was_signalled`` to end is not reported again."""
         if self._process.poll() is None:
-            self._is_frozen, self._was_told = True, was_told
+            self._is_frozen, self._was_signalled = True, was_signalled
             self._process.send_signal(signal.SIGSTOP)
 
     def reap(self) -> None:
@@ -328,10 +328,10 @@ class TorchrunRank:
         """How it ended: read by reaping it, or from the kernel before its agent reaps it, or from its agent's report."""
         if self._end is None:
             self._leg.search()
-            self._end = self._look()
+            self._end = self._read_end()
         return self._end
 
-    def _look(self) -> RankEnd | None:
+    def _read_end(self) -> RankEnd | None:
         now = processes.read(self.process.pid) if self.process else None
         if self.process is None or now is None or now.start_ticks != self.process.start_ticks:
             # Not there yet, or not any more: only the end of its agent says which.

@@ -42,7 +42,11 @@ def certifies(
         raise EvidenceError("no bucket is named: it could not have failed")
     lines = _certificate(evidence.leg(leg))
     found = [(match.group(1), match.group(2)) for line in lines if (match := _LINE.fullmatch(line))]
-    wrong = [bucket for bucket, word in wanted.items() if [word] != [told for name, told in found if name == bucket]]
+    wrong = [
+        bucket
+        for bucket, word in wanted.items()
+        if [word] != [found_word for name, found_word in found if name == bucket]
+    ]
     strange = [bucket for bucket, _ in found if bucket not in wanted]
     unsaid = [words for words in reasons if not any(words in line for line in lines)]
     return verdict(
@@ -55,8 +59,8 @@ def certifies(
 
 def _certificate(leg: LegEvidence) -> list[str]:
     """The lines of the last certificate under its title."""
-    told = [event.data["message"] for event in leg.events("log", 0) if event.data["message"].startswith(_TITLE)]
-    return told[-1].splitlines()[1:] if told else []
+    certificates = [event.data["message"] for event in leg.events("log", 0) if event.data["message"].startswith(_TITLE)]
+    return certificates[-1].splitlines()[1:] if certificates else []
 
 
 def _listed(wanted: Mapping[Bucket, str]) -> str:

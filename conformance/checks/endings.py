@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
-from conformance.records.evidence import Evidence, EvidenceError, LegEvidence, struck_otherwise
+from conformance.records.evidence import Evidence, EvidenceError, LegEvidence, unexpected_ends
 from conformance.records.results import RankEnd
 
 
@@ -13,7 +13,7 @@ from conformance.records.results import RankEnd
 def fault_fired(evidence: Evidence, *, leg: str, signal: str | None = "SIGKILL") -> CheckOutcome:
     """Who had to be at the fault's place was, and every victim died of this very signal (nothing: of a raised error).
 
-    What started the ranks of a node that were all killed died of it too; who was spared ended with an error.
+    What started the ranks of a node that were all killed died of it too; who was others_live ended with an error.
     """
     found = evidence.leg(leg)
     fault = found.record.fault
@@ -23,9 +23,11 @@ def fault_fired(evidence: Evidence, *, leg: str, signal: str | None = "SIGKILL")
     if fault.reached_by != fault.awaited:
         raise EvidenceError(f"the fault did not fire: reached by ranks {list(fault.reached_by)}, ended with {ends}")
     raised = all(end.exit_code for end in found.record.ranks)
-    right = not struck_otherwise(found.record, signal) if signal else raised
-    spared = len(fault.struck) < len(ends)
-    wanted = f"ranks {list(fault.struck)}: {signal or 'a non-zero exit'}" + ("; the others an error" if spared else "")
+    right = not unexpected_ends(found.record, signal) if signal else raised
+    others_live = len(fault.struck) < len(ends)
+    wanted = f"ranks {list(fault.struck)}: {signal or 'a non-zero exit'}" + (
+        "; the others an error" if others_live else ""
+    )
     agents = "".join(f"; launcher {_end(end)}" for end in found.record.agents)
     return verdict(right, expected=wanted, observed=", ".join(ends) + agents, blames=None)
 
@@ -40,7 +42,7 @@ def exits(evidence: Evidence, *, leg: str, code: int | Literal["nonzero"] = 0) -
     found = evidence.leg(leg)
     ends = [end.exit_code for end in found.record.ranks]
     right = all(end not in (0, None) for end in ends) if code == "nonzero" else all(end == code for end in ends)
-    observed = f"exit codes {ends}" + (f"; {_told(found)}" if found.error else "")
+    observed = f"exit codes {ends}" + (f"; {_error_text(found)}" if found.error else "")
     return verdict(right, expected=f"exit code {code}", observed=observed, blames="policy")
 
 
@@ -129,7 +131,7 @@ def ends_at(evidence: Evidence, *, leg: str, global_step: int, epoch: int | None
     return verdict(
         right,
         expected=f"global_step {global_step}" + (f", epoch {epoch}" if epoch is not None else ""),
-        observed=f"(global_step, epoch) {ends}" if ends else _told(found),
+        observed=f"(global_step, epoch) {ends}" if ends else _error_text(found),
         blames="progress",
     )
 
@@ -147,6 +149,6 @@ def value_is(
     return verdict(values[-1] == equals, expected=f"{name} = {equals}", observed=f"{values[-1]}", blames="policy")
 
 
-def _told(leg: LegEvidence) -> str:
+def _error_text(leg: LegEvidence) -> str:
     error = leg.error
     return f"{error.data['class']}: {error.data['message']}" if error else "it told no error"

@@ -11,7 +11,7 @@ from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
 from conformance.records.evidence import Evidence, EvidenceError
 from conformance.records.trajectory import TrajectoryRecord
 
-_BLAMED = {"samples": "train_dataloader", "rng": "rng_state"}
+_BUCKET_OF_COLUMN = {"samples": "train_dataloader", "rng": "rng_state"}
 
 
 @CHECKS.register(needs=("trajectory.samples", "ranks.many"))
@@ -40,7 +40,7 @@ def ranks_share(
         not problem,
         expected=f"{column} of steps {steps[0][0]}..{steps[0][-1]} shared within {[list(group) for group in groups]} only",
         observed=problem or "so it is",
-        blames=_BLAMED[column],
+        blames=_BUCKET_OF_COLUMN[column],
     )
 
 

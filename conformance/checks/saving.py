@@ -67,11 +67,11 @@ def pointer_is(evidence: Evidence, *, leg: str, step: int | None) -> CheckOutcom
     """After the leg the pointer names this step (nothing: there is no pointer)."""
     found = evidence.leg(leg)
     record = found.record
-    told = None
+    pointer = None
     if f"{record.checkpoint_dir}/{_POINTER}" in found.disk_after:
-        told = (found.folder / "pointer_after.txt").read_text(encoding="utf-8").strip()
+        pointer = (found.folder / "pointer_after.txt").read_text(encoding="utf-8").strip()
     wanted = None if step is None else str(step)
-    return verdict(told == wanted, expected=f"pointer {wanted}", observed=f"pointer {told}", blames="storage")
+    return verdict(pointer == wanted, expected=f"pointer {wanted}", observed=f"pointer {pointer}", blames="storage")
 
 
 @CHECKS.register(needs=("events.saved",))
@@ -141,10 +141,10 @@ def operations_in_order(
     Of several that match, the last one before the next of ``order`` counts; but no ``create`` or ``write`` may come later at
     all. The leg has ``given.tell_operations``.
     """
-    told = [event.data for event in evidence.leg(leg).events("operation", rank) if event.data["save"] == save]
-    if not told or len(order) < 2:
-        raise EvidenceError("no operation was told" if not told else "an order has two or more")
-    done = [f"{item['what']} {item['where']}" for item in told]
+    operations = [event.data for event in evidence.leg(leg).events("operation", rank) if event.data["save"] == save]
+    if not operations or len(order) < 2:
+        raise EvidenceError("no operation was operations" if not operations else "an order has two or more")
+    done = [f"{item['what']} {item['where']}" for item in operations]
     end, wrong = len(done), ""
     for pattern in reversed(order):
         matching = [place for place, operation in enumerate(done) if fnmatch.fnmatchcase(operation, pattern)]

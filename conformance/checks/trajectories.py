@@ -109,8 +109,8 @@ def _within(
                         blames=first.bucket,
                         divergence=first,
                     )
-    told = ", ".join(f"{column} {bound:g}" for column, bound in bounds.items())
-    return verdict(True, expected=f"steps {steps[0]}..{steps[1]} within {told}", observed="they are", blames=None)
+    limits = ", ".join(f"{column} {bound:g}" for column, bound in bounds.items())
+    return verdict(True, expected=f"steps {steps[0]}..{steps[1]} within {limits}", observed="they are", blames=None)
 
 
 def _device(leg: LegEvidence) -> str:

@@ -60,7 +60,7 @@ class Disk:
 FAULTS: Registry[Callable[..., list[str]]] = Registry("fault")
 
 
-def strike(kind: str, parameters: Mapping[str, Any], disk: Disk) -> list[str]:
+def inject(kind: str, parameters: Mapping[str, Any], disk: Disk) -> list[str]:
     """Do it, and return what was done, one line a path.
 
     Raises:

@@ -112,8 +112,8 @@ def sabotage_table(records: Iterable[SabotageRecord], *, clean: int, false_alarm
     width = max((len(record.id) for record in records), default=8)
     lines = [f"{'sabotage':{width}}  caught  bucket blamed (expected)            by"]
     for record in records:
-        told = record.blamed_bucket or "-"
-        bucket = told if record.right_bucket else f"{told} ({record.expected_bucket})"
+        blamed = record.blamed_bucket or "-"
+        bucket = blamed if record.right_bucket else f"{blamed} ({record.expected_bucket})"
         lines.append(
             f"{record.id:{width}}  {'yes' if record.caught else 'NO':6}  {bucket:35} {record.caught_by or '-'}"
             + (f"  {record.reason}" if record.reason else "")

@@ -61,7 +61,7 @@ class EventReporter:
             buckets=found,
         )
 
-    def report_broken_off(self) -> None:
+    def report_refused(self) -> None:
         """Tell what an error that came before training began left behind."""
         if not self._has_begun:
             self.probe.event("refused", buckets=self.buckets())

@@ -38,11 +38,11 @@ def _hold_saves(leg: EventReporter) -> None:
         deadline = time.monotonic() + _HOLD_SECONDS
         while not _has_moved_on(leg, step) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        told = "beside training" if _has_moved_on(leg, step) else "while training stood still"
+        mode = "beside training" if _has_moved_on(leg, step) else "while training stood still"
         time.sleep(_LINGER_SECONDS)
-        aside = original(staging, target)
-        leg.probe.event("value", name=f"committed_{step}", value=told)
-        return aside
+        earlier = original(staging, target)
+        leg.probe.event("value", name=f"committed_{step}", value=mode)
+        return earlier
 
     layout.commit = commit
 
@@ -115,7 +115,7 @@ class BeforeSaves(Callback):
     def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """So too when an error broke it off."""
         self._leg.is_over.set()
-        self._leg.report_broken_off()
+        self._leg.report_refused()
 
 
 class AfterSaves(Callback):

@@ -16,19 +16,19 @@ import torch
 import torch.distributed as dist
 
 from conformance.adapters.hyper_resume.components import TroubleError
-from conformance.adapters.hyper_resume.step_directory import edit_step_directory, look_into
+from conformance.adapters.hyper_resume.step_directory import describe_step_directory, edit_step_directory
 from conformance.records.evidence import JOB_NAME
 from conformance.running.adapter import Job, read_job
 from conformance.running.legs import TROUBLE_EXIT
 from conformance.running.probe import Probe
-from conformance.sabotages.saboteur import SabotageError, put_in
+from conformance.sabotages.saboteur import SabotageError, install_sabotage
 from hyper_resume.device import destroy_process_group
 
 _GROUP_SECONDS = 20.0
 _FAILED = 1
 
 
-def live(train: Callable[[Probe, Job], int]) -> int:
+def run_job(train: Callable[[Probe, Job], int]) -> int:
     """Do what the job in the working directory says; returns the exit code.
 
     Args:
@@ -40,21 +40,23 @@ def live(train: Callable[[Probe, Job], int]) -> int:
         probe.event("start", versions=versions())
         if job.task == "train":
             torch.set_num_threads(1)
-            probe.watch_logs("hyper_resume")
+            probe.capture_logs("hyper_resume")
             if job.sabotage is not None:
-                put_in(job.sabotage, lambda: probe.event("sabotage_fired", id=job.sabotage))
+                install_sabotage(job.sabotage, lambda: probe.event("sabotage_fired", id=job.sabotage))
             with _second_writer(job) if job.given.second_writer else contextlib.nullcontext():
                 code = train(probe, job)
             # What watched the trainer held its groups until now, see hyper_resume.device.destroy_process_group.
             gc.collect()
         else:
             step_directory = Path(job.checkpoint_dir) / f"global_step_{(job.edit or {}).get('step', job.step)}"
-            told = edit_step_directory(step_directory, job.edit) if job.edit else look_into(step_directory)
-            probe.event("value", name=job.task, value=told)
+            value = (
+                edit_step_directory(step_directory, job.edit) if job.edit else describe_step_directory(step_directory)
+            )
+            probe.event("value", name=job.task, value=value)
     except (TroubleError, SabotageError) as error:
         probe.event("trouble", message=str(error))
         return TROUBLE_EXIT
-    except BaseException as error:  # noqa: BLE001  whatever ends a leg is told
+    except BaseException as error:  # noqa: BLE001  whatever ends a leg is value
         probe.error(error)
         return _FAILED
     return code

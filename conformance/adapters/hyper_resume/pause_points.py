@@ -39,18 +39,18 @@ class PausePoints:
         self._is_reached = False
         self._moment = job.fault.moment if job.fault else None
         if self._moment in _BEGINNINGS:
-            self._ask_at(self._moment, *_BEGINNINGS[self._moment])
+            self._pause_at(self._moment, *_BEGINNINGS[self._moment])
         if self._moment == "file_operation" or job.given.tell_operations:
-            watched = FileOperations(Path(job.checkpoint_dir), self._operation)
-            watched.install()
-            _watch_exchanges(watched)
+            operations_on_disk = FileOperations(Path(job.checkpoint_dir), self._operation)
+            operations_on_disk.install()
+            _count_exchanges(operations_on_disk)
 
-    def _ask_at(self, moment: str, module: Any, name: str) -> None:
+    def _pause_at(self, moment: str, module: Any, name: str) -> None:
         original = getattr(module, name, None)
         if original is None:
             raise TroubleError(f"{module.__name__} has no {name}: a leg can't be stopped {moment}")
 
-        def asking(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+        def pause_first(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
             if name == "write_pointer":
                 step = second
             else:
@@ -60,7 +60,7 @@ class PausePoints:
             self._probe.moment(moment, 0 if any_load else -1 if step is None else step)
             return original(first, second, *args, **kwargs)
 
-        setattr(module, name, asking)
+        setattr(module, name, pause_first)
 
     def _operation(self, what: str, where: str) -> None:
         """Count a change for the save whose step directory it names; what names none belongs to the save named last.
@@ -76,26 +76,26 @@ class PausePoints:
             save = self._save
             self._numbers[save] += 1
             number = self._numbers[save]
-            is_here = not self._is_reached and self._is_asked(save, number, what, where)
+            is_here = not self._is_reached and self._is_fault_here(save, number, what, where)
             self._is_reached |= is_here
         if self._job.given.tell_operations or is_here:
             self._probe.event("operation", save=save, number=number, what=what, where=where)
         if is_here:
             self._probe.moment("file_operation", save)
 
-    def _is_asked(self, save: int, number: int, what: str, where: str) -> bool:
+    def _is_fault_here(self, save: int, number: int, what: str, where: str) -> bool:
         fault = self._job.fault
         if fault is None or (self._probe.rank, save) != (fault.rank, fault.after_step):
             return False
         return fault.is_operation(number, what, where)
 
 
-def _watch_exchanges(watched: FileOperations) -> None:
+def _count_exchanges(operations_on_disk: FileOperations) -> None:
     """Count the one change on disk that goes past Python's own functions (``renameat2``)."""
     original = operations.FileOperations.exchange
 
     def exchange(disk: operations.FileOperations, one: Path, other: Path) -> bool:
-        watched.tell("exchange", watched.below(other))
+        operations_on_disk.report("exchange", operations_on_disk.below(other))
         return original(disk, one, other)
 
     operations.FileOperations.exchange = exchange  # type: ignore[method-assign, assignment]

@@ -10,7 +10,7 @@ from torch import nn
 
 from conformance.adapters.hyper_resume.custom_loop import drive_custom_loop
 from conformance.adapters.hyper_resume.leg import Leg
-from conformance.adapters.hyper_resume.lifecycle import join_group, leave_group, live
+from conformance.adapters.hyper_resume.lifecycle import join_group, leave_group, run_job
 from conformance.running.adapter import Job
 from conformance.running.probe import Probe
 from hyper_resume.cli import EXIT_PREEMPTED
@@ -25,7 +25,7 @@ def prepare() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Do what the job says; returns the exit code."""
-    return live(train)
+    return run_job(train)
 
 
 def train(probe: Probe, job: Job) -> int:

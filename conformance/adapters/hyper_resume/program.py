@@ -18,7 +18,7 @@ import torch
 
 from conformance.adapters.hyper_resume.event_reporter import EventReporter
 from conformance.adapters.hyper_resume.instrumentation import AfterSaves, BeforeSaves, instrument_saves
-from conformance.adapters.hyper_resume.lifecycle import is_under_torchrun, join_group, live
+from conformance.adapters.hyper_resume.lifecycle import is_under_torchrun, join_group, run_job
 from conformance.plain_data.serial import to_plain
 from conformance.running.adapter import Job
 from conformance.running.probe import Probe
@@ -51,7 +51,7 @@ def prepare() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Do what the job says; returns the exit code."""
-    return live(train)
+    return run_job(train)
 
 
 def train(probe: Probe, job: Job) -> int:
@@ -63,32 +63,32 @@ def train(probe: Probe, job: Job) -> int:
     leg = ProgramLeg(probe, job)
     path = str(_CHECKOUT / str(job.given.config))
     leg.report_configuration(path)
-    _tell_errors(probe)
+    _report_errors(probe)
     code = cli.main(["train", path, *leg.words()])
     if code == 0:
         leg.report_end()
     return code
 
 
-def _tell_errors(probe: Probe) -> None:
+def _report_errors(probe: Probe) -> None:
     """Tell the errors that the program turns into an exit code; any other comes out of it."""
     original = cli.train
 
-    def told(config_path: str, overrides: Sequence[str]) -> None:
+    def train_and_report(config_path: str, overrides: Sequence[str]) -> None:
         try:
             original(config_path, overrides)
         except HyperResumeError as error:
             probe.error(error)
             raise
 
-    cli.train = told
+    cli.train = train_and_report
 
 
 class ProgramLeg(EventReporter):
     """Puts itself between the program and the trainer that it builds."""
 
     def __init__(self, probe: Probe, job: Job) -> None:
-        """The device is told from the job; the trainer is watched as soon as it is built."""
+        """The device is reported from the job; the trainer is watched as soon as it is built."""
         index = int(os.environ.get("LOCAL_RANK", "0"))
         kind = job.given.device
         super().__init__(probe, job, torch.device("cpu") if kind == "cpu" else torch.device(kind, index))
@@ -111,11 +111,11 @@ class ProgramLeg(EventReporter):
         """Tell every value after the overrides, and where it came from."""
         resolved = resolve_config(path, self.words())
         values = dataclasses.asdict(resolved.config)
-        told = {}
+        reported = {}
         for name, source in resolved.sources.items():
             value = functools.reduce(lambda block, key: block[key], name.split("."), values)
-            told[name] = {"value": value, "source": source.replace(f"{_CHECKOUT}/", "")}
-        self.probe.event("configuration", values=told)
+            reported[name] = {"value": value, "source": source.replace(f"{_CHECKOUT}/", "")}
+        self.probe.event("configuration", values=reported)
 
     def _build(self, *args: Any, **kwargs: Any) -> BaseTrainer:
         trainer = BaseTrainer(*args, callbacks=[lambda made: BeforeSaves(made, self)], **kwargs)

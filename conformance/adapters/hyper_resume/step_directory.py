@@ -40,7 +40,7 @@ _MARK = re.compile(r"(extra_state\.rank_[0-9]+\.)?save_id(\..*)?")
 _END_BYTES = 22
 
 
-def look_into(step_directory: Path) -> dict[str, dict[str, str]]:
+def describe_step_directory(step_directory: Path) -> dict[str, dict[str, str]]:
     """Bucket -> entry -> description. ``layout`` has an entry ``per_rank`` or ``embedded`` where there is training state,
     ``manifest`` what that says: ``step``, ``world_size``, ``mesh``, ``ancestors`` (steps), ``file.NAME``, ``metric.NAME``,
     ``bucket.rank_R.NAME``.
@@ -90,9 +90,9 @@ def edit_step_directory(step_directory: Path, edit: Mapping[str, Any]) -> str:
     """Carry out one of the faults that need the trainer's format; returns what was done."""
     if edit["kind"] == "flip_tensor_byte":
         return _flip_tensor_byte(step_directory, edit["entry"], edit.get("rank", 0), edit.get("part", "numbers"))
-    told = _edit(step_directory, edit["kind"], edit)
+    done = _edit(step_directory, edit["kind"], edit)
     _make_foreign(step_directory)
-    return told
+    return done
 
 
 def _edit(step_directory: Path, kind: str, edit: Mapping[str, Any]) -> str:
@@ -173,9 +173,9 @@ def _forget(step_directory: Path, names: list[str]) -> str:
         del metadata.state_dict_metadata[name]
         if isinstance(metadata.planner_data, dict):
             metadata.planner_data.pop(name, None)
-    gone = set(names)
+    removed = set(names)
     storage = metadata.storage_data or {}
-    metadata.storage_data = {index: place for index, place in storage.items() if index.fqn not in gone}
+    metadata.storage_data = {index: place for index, place in storage.items() if index.fqn not in removed}
     # As stock DCP writes it; the library's names the directory that it was staged in.
     metadata.storage_meta = StorageMeta()
     with (step_directory / ".metadata").open("wb") as file:

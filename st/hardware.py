@@ -24,20 +24,20 @@ _CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 _CANN_FOLDER = Path("/usr/local/Ascend")
 
 
-def lacking(platform: Platform) -> str | None:
+def missing_hardware(platform: Platform) -> str | None:
     """Why scenarios of ``platform`` can't run on this machine, in one line; None when they can."""
     if platform.device == "cpu":
         return None
-    count, told = device_count(platform.device)
+    count, text = device_count(platform.device)
     if count >= platform.ranks:
         return None
-    looks = [f"torch.{platform.device}.device_count(): {told}"]
+    findings = [f"torch.{platform.device}.device_count(): {text}"]
     if platform.device == "npu":
-        looks = [f"npu-smi: {_which('npu-smi')}", f"CANN: {_cann()}", *looks]
+        findings = [f"npu-smi: {_which('npu-smi')}", f"CANN: {_cann()}", *findings]
     else:
-        looks = [f"nvidia-smi: {_which('nvidia-smi')}", *looks]
+        findings = [f"nvidia-smi: {_which('nvidia-smi')}", *findings]
     wanted = f"{platform.ranks} {platform.device.upper()} device{'s' if platform.ranks > 1 else ''}"
-    return f"{platform.id} needs {wanted}; looked for {', '.join(looks)}"
+    return f"{platform.id} needs {wanted}; looked for {', '.join(findings)}"
 
 
 @functools.cache
@@ -50,8 +50,8 @@ def device_count(device: str) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         return 0, f"no answer in {_SECONDS} s"
     if done.returncode == 0:
-        told = done.stdout.split()[-1]
-        return int(told), told
+        text = done.stdout.split()[-1]
+        return int(text), text
     lines = done.stderr.strip().splitlines()
     return 0, lines[-1] if lines else f"exit code {done.returncode}"
 

@@ -22,7 +22,7 @@ from conformance.matrix.faults import POINTER_NAME
 from conformance.matrix.given import complete
 from conformance.matrix.script import LegFault
 from conformance.records.comparison import Divergence
-from conformance.records.evidence import EvidenceError, LegEvidence, struck_otherwise
+from conformance.records.evidence import EvidenceError, LegEvidence, unexpected_ends
 from conformance.records.results import LegRecord
 from conformance.records.trajectory import Trajectory
 from conformance.running.adapter import Adapter, Job, JobFault
@@ -41,17 +41,17 @@ _WHILE_RESTORING = ("during_load", "file_operation")
 _SIGNALS = {"kill": "SIGKILL", "terminate": "SIGTERM"}
 
 
-class LifeError(RuntimeError):
+class InconclusiveError(RuntimeError):
     """Nothing can be said: the harness itself, or the reference, is in trouble."""
 
 
-class RedError(RuntimeError):
+class ViolationError(RuntimeError):
     """A life is not what it has to be. The message is the finding, ``divergence`` where it parts from the reference."""
 
-    def __init__(self, message: str, divergence: Divergence | None = None, *, is_of_the_kill: bool = False) -> None:
-        """``divergence`` is None where no step was compared; ``is_of_the_kill`` when the life's own fault went wrong."""
+    def __init__(self, message: str, divergence: Divergence | None = None, *, is_about_the_kill: bool = False) -> None:
+        """``divergence`` is None where no step was compared; ``is_about_the_kill`` when the life's own fault went wrong."""
         super().__init__(message)
-        self.divergence, self.is_of_the_kill = divergence, is_of_the_kill
+        self.divergence, self.is_about_the_kill = divergence, is_about_the_kill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
+class Attempt:
     """One life that is over: the step it began at (0: from scratch), and the last one that all its ranks finished."""
 
     evidence: LegEvidence
@@ -125,7 +125,7 @@ def reference_of(training: Training, run: Path, adapter: Adapter, launcher: Laun
     """Train without interruption, twice; what is ``known`` is not trained again.
 
     Raises:
-        LifeError: it does not end well, or two runs of it differ: then nothing can be judged.
+        InconclusiveError: it does not end well, or two runs of it differ: then nothing can be judged.
     """
     job = training.job("reference", restore_from=None, fault=None)
     limit = max(training.limit_seconds, float(training.until_step))
@@ -133,11 +133,11 @@ def reference_of(training: Training, run: Path, adapter: Adapter, launcher: Laun
     calibration = found.calibration
     if calibration is None or not calibration.equal:
         problem = "was not compared" if calibration is None else calibration.problem or str(calibration.divergence)
-        raise LifeError(f"reference not reproducible: {problem}")
+        raise InconclusiveError(f"reference not reproducible: {problem}")
     return Reference(trajectory=LegEvidence(record=found.record, folder=run / found.record.folder).trajectory)
 
 
-class Lives:
+class AttemptRunner:
     """The lives of one training, one after the other, in ``folder``, whose ``disk`` they share."""
 
     def __init__(
@@ -162,19 +162,19 @@ class Lives:
         """The checkpoint directory."""
         return self.folder / "disk" / _FOLDER
 
-    def live(
+    def run_attempt(
         self,
         leg: str,
         *,
         restore_from: str | None = LATEST,
         fault: LegFault | None = None,
         more: Mapping[str, Any] | None = None,
-    ) -> Life:
+    ) -> Attempt:
         """Live one life and judge it.
 
         Raises:
-            LifeError: its fault did not fire, or the harness is in trouble.
-            RedError: it is not what it has to be.
+            InconclusiveError: its fault did not fire, or the harness is in trouble.
+            ViolationError: it is not what it has to be.
         """
         before = self.latest()
         record = run_leg(self._plan(leg, restore_from, fault, more), self._adapter, self._launcher)
@@ -184,20 +184,20 @@ class Lives:
         try:
             last = self._compare(evidence, restored)
         except ComparisonError as error:
-            raise RedError(f"its steps can't be held against the reference: {error}") from error
+            raise ViolationError(f"its steps can't be held against the reference: {error}") from error
         except EvidenceError as error:
-            raise LifeError(str(error)) from error
+            raise InconclusiveError(str(error)) from error
         self._require_steps(record, last)
         # What the next life has to find is there.
         self.latest()
-        return Life(evidence=evidence, restored=restored, last_step=last)
+        return Attempt(evidence=evidence, restored=restored, last_step=last)
 
     def _require_steps(self, record: LegRecord, last: int) -> None:
         """It trained to the end, or to the step of its fault, on every rank."""
         fault = record.fault
         expected = self._training.until_step if fault is None else fault.after_step
         if (fault is None or fault.moment in _BETWEEN_STEPS) and last != expected:
-            raise RedError(f"the last step that all of its ranks trained is {last}; expected {expected}")
+            raise ViolationError(f"the last step that all of its ranks trained is {last}; expected {expected}")
 
     def _plan(
         self, leg: str, restore_from: str | None, fault: LegFault | None, more: Mapping[str, Any] | None
@@ -226,7 +226,7 @@ class Lives:
             0 where there is no checkpoint.
 
         Raises:
-            RedError: the pointer says no number, or names a checkpoint that is not whole.
+            ViolationError: the pointer says no number, or names a checkpoint that is not whole.
         """
         whole = [
             int(path.parent.name.rpartition("_")[2])
@@ -238,7 +238,7 @@ class Lives:
         except FileNotFoundError:
             return max(whole, default=0)
         if not text.isdigit() or int(text) not in whole:
-            raise RedError(f"the pointer holds {text!r}; whole checkpoints: {sorted(whole)}")
+            raise ViolationError(f"the pointer holds {text!r}; whole checkpoints: {sorted(whole)}")
         return int(text)
 
     def _restored(self, evidence: LegEvidence, restore_from: str | None, latest: int) -> int:
@@ -252,7 +252,7 @@ class Lives:
             # Killed before it trained: some ranks have restored, others have not got there.
             wanted = wanted[: len(places)]
         if places != wanted or any(event.data["global_step"] != expected for event in begun):
-            raise RedError(f"restored {places or 'nothing'} on its ranks; expected step {expected} on all")
+            raise ViolationError(f"restored {places or 'nothing'} on its ranks; expected step {expected} on all")
         return expected
 
     def _compare(self, evidence: LegEvidence, restored: int) -> int:
@@ -263,12 +263,12 @@ class Lives:
             return restored
         firsts = {trajectory.first_step(rank) for rank in trajectory.ranks}
         if firsts != {restored + 1}:
-            raise RedError(f"restored step {restored}, and the first step trained is {firsts}")
+            raise ViolationError(f"restored step {restored}, and the first step trained is {firsts}")
         near = _near(self._reference.trajectory, restored + 1, last)
         comparison = compare_trajectories(near, trajectory, restored + 1, last, may_be_constant=("lr",))
         first = comparison.divergence
         if first is not None:
-            raise RedError(
+            raise ViolationError(
                 f"resumed at {restored}, differs at step {first.step}, rank {first.rank}, bucket {first.bucket} "
                 f"({first.column}): {first.resumed} instead of {first.reference}",
                 first,
@@ -287,25 +287,25 @@ class Lives:
 
 def _require_end(record: LegRecord, evidence: LegEvidence) -> None:
     if record.trouble is not None:
-        raise LifeError(record.trouble)
+        raise InconclusiveError(record.trouble)
     if record.timed_out:
-        raise RedError(f"it hung and was killed after {record.seconds:.0f} s; the stacks are in {record.folder}")
+        raise ViolationError(f"it hung and was killed after {record.seconds:.0f} s; the stacks are in {record.folder}")
     if record.fault is None:
         bad = [f"rank {rank}: {end}" for rank, end in enumerate(record.ranks) if end.exit_code != 0]
         if bad:
-            raise RedError(f"it did not end well: {'; '.join(bad)}; {_told(evidence)}")
+            raise ViolationError(f"it did not end well: {'; '.join(bad)}; {_error_text(evidence)}")
         return
     if record.fault.reached_by != record.fault.awaited:
         error = evidence.error
         if error is not None:
-            raise RedError(f"before its fault: {_told(evidence)}")
-        raise LifeError(f"the fault did not fire: reached by {record.fault.reached_by}, ends {record.ranks}")
-    wrong = struck_otherwise(record, _SIGNALS[record.fault.kind])
+            raise ViolationError(f"before its fault: {_error_text(evidence)}")
+        raise InconclusiveError(f"the fault did not fire: reached by {record.fault.reached_by}, ends {record.ranks}")
+    wrong = unexpected_ends(record, _SIGNALS[record.fault.kind])
     if wrong:
-        raise RedError(f"not every victim died of {_SIGNALS[record.fault.kind]}: {wrong}", is_of_the_kill=True)
+        raise ViolationError(f"not every victim died of {_SIGNALS[record.fault.kind]}: {wrong}", is_about_the_kill=True)
 
 
-def _told(evidence: LegEvidence) -> str:
+def _error_text(evidence: LegEvidence) -> str:
     error = evidence.error
     return f"{error.data['class']}: {error.data['message']}" if error else "it told no error"
 
