@@ -57,7 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     running.add_argument("--keep", action="store_true", help="keep the checkpoints of cases that pass")
     running.add_argument("--adapter", choices=sorted(ADAPTERS), default="hyper_resume", help="the trainer")
     listing = commands.add_parser("list", parents=[chosen], help="ids, titles, platforms, sabotages")
-    listing.add_argument("--check", action="store_true", help="report cases, platforms and sabotages that do not match; exit code 1 if any")
+    listing.add_argument(
+        "--check",
+        action="store_true",
+        help="report cases, platforms and sabotages that do not match; exit code 1 if any",
+    )
     listing.set_defaults(do=_list)
     run = commands.add_parser("run", parents=[chosen, running], help="run and judge cases")
     run.add_argument("--sabotage", metavar="ID", help="install this defect in every leg except the references")
@@ -65,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     again = commands.add_parser("recheck", help="judge a run again from its records")
     again.add_argument("folder", type=Path)
     again.set_defaults(do=_recheck)
-    sabotage = commands.add_parser("sabotage", parents=[running], help="install each defect and verify that its cases catch it")
+    sabotage = commands.add_parser(
+        "sabotage", parents=[running], help="install each defect and verify that its cases catch it"
+    )
     sabotage.add_argument("ids", nargs="*", metavar="SABOTAGE", help="default: all")
     sabotage.add_argument(
         "--part", type=_part, default=(1, 1), metavar="K/N", help="every N-th sabotage, beginning with the K-th"

@@ -1,11 +1,11 @@
-"""Lives of one training: the same run, ended and begun again on one checkpoint directory, each life held against the reference.
+"""Attempts of one training: each starts or resumes it on the same checkpoint directory, and is compared with the reference.
 
-A soak is one training with many lives, a crash sweep many trainings with two. What both ask of a life stands here:
+A soak is one training with many attempts, a crash sweep many trainings with two. Each attempt is judged by these rules:
 
-1. a killed one was killed where it was asked to be, and every victim is proved dead of that very signal;
-2. it resumed on all ranks at the step that the disk named when the life before it was dead, and trained on from there;
-3. it trained to the end, or to the step of its fault, and every step that all its ranks finished is the reference's, bit for
-   bit, on every rank.
+1. a killed attempt was killed at the moment of its fault, and every victim is verified to have died of that signal;
+2. it resumed on all ranks at the step that the disk named after the previous attempt was dead, and trained on from there;
+3. it trained to the end, or to the step of its fault, and every step that all its ranks finished equals the reference's, bit
+   for bit, on every rank.
 """
 
 from __future__ import annotations
@@ -32,34 +32,31 @@ from conformance.running.references import References
 
 LATEST = "LATEST"
 _FOLDER = "checkpoints"
-# A comparison must be able to fail: so much of the reference around the steps is looked at for columns that never move.
+# A comparison must be able to fail: this many reference steps around the compared ones are searched for constant columns.
 _MARGIN_STEPS = 10
-# Where every rank stands behind a finished step.
+# Moments at which every rank has finished the step.
 _BETWEEN_STEPS = ("after_step", "after_epoch", "before_save")
-# Where a rank may stand before it has told what it restored: one that clears what a dead save left changes the disk there.
+# Moments that a rank may reach before it reports its restore: clearing the rest of a dead save changes the disk.
 _WHILE_RESTORING = ("during_load", "file_operation")
 _SIGNALS = {"kill": "SIGKILL", "terminate": "SIGTERM"}
 
 
 class InconclusiveError(RuntimeError):
-    """Nothing can be said: the harness itself, or the reference, is in trouble."""
+    """No verdict is possible: an error of the harness or of the reference."""
 
 
 class ViolationError(RuntimeError):
-    """A life is not what it has to be. The message is the finding, ``divergence`` where it parts from the reference."""
+    """An attempt broke a rule. The message is the finding; ``divergence`` is the first difference from the reference."""
 
     def __init__(self, message: str, divergence: Divergence | None = None, *, is_about_the_kill: bool = False) -> None:
-        """``divergence`` is None where no step was compared; ``is_about_the_kill`` when the life's own fault went wrong."""
+        """``divergence`` is None where no step was compared; ``is_about_the_kill`` when the attempt's own fault went wrong."""
         super().__init__(message)
         self.divergence, self.is_about_the_kill = divergence, is_about_the_kill
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained. ``given`` is a case's; ``save_steps`` stands in it too.
-
-    ``lost_at_most`` is the most steps that a kill may cost.
-    """
+    """What is trained. ``given`` is that of a case; ``save_steps`` repeats its save interval."""
 
     given: Mapping[str, Any]
     until_step: int
@@ -68,12 +65,12 @@ class Training:
 
     @property
     def is_async(self) -> bool:
-        """True when saves are written beside training."""
+        """True when saves are written in the background."""
         return bool(self.given.get("checkpoint", {}).get("is_async"))
 
     @property
     def lost_at_most(self) -> int:
-        """One save interval; two where a save may still be in flight when the next one is due."""
+        """The most steps that a kill may lose: one save interval, or two with saves in the background."""
         return self.save_steps * (2 if self.is_async else 1)
 
     def job(
@@ -85,7 +82,7 @@ class Training:
         more: Mapping[str, Any] | None = None,
         sabotage: str | None = None,
     ) -> Job:
-        """One life as a job. ``more`` is given beside what all lives are made from."""
+        """One attempt as a job. ``more`` is merged into ``given``."""
         given = complete({**self.given, **(more or {})}, "training")
         return Job(
             task="train",
@@ -102,7 +99,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One life that is over: the step it began at (0: from scratch), and the last one that all its ranks finished."""
+    """A finished attempt: the step it resumed at (0: from scratch), and the last step that all its ranks finished."""
 
     evidence: LegEvidence
     restored: int
@@ -110,22 +107,22 @@ class Attempt:
 
     @property
     def record(self) -> LegRecord:
-        """Its leg."""
+        """The record of its leg."""
         return self.evidence.record
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What the training does when nobody interrupts it: two legs of it that agree bit for bit."""
+    """The uninterrupted training, of which two runs were equal bit for bit."""
 
     trajectory: Trajectory
 
 
 def reference_of(training: Training, run: Path, adapter: Adapter, launcher: Launcher, known: References) -> Reference:
-    """Train without interruption, twice; what is ``known`` is not trained again.
+    """Train without interruption, twice; a reference in ``known`` is not trained again.
 
     Raises:
-        InconclusiveError: it does not end well, or two runs of it differ: then nothing can be judged.
+        InconclusiveError: it fails, or its two runs differ.
     """
     job = training.job("reference", restore_from=None, fault=None)
     limit = max(training.limit_seconds, float(training.until_step))
@@ -138,7 +135,7 @@ def reference_of(training: Training, run: Path, adapter: Adapter, launcher: Laun
 
 
 class AttemptRunner:
-    """The lives of one training, one after the other, in ``folder``, whose ``disk`` they share."""
+    """Runs the attempts of one training, one after the other, in ``folder``; they share its ``disk``."""
 
     def __init__(
         self,
@@ -151,7 +148,7 @@ class AttemptRunner:
         *,
         sabotage: str | None = None,
     ) -> None:
-        """Nothing is started yet. ``folder`` lies in ``run``, the run's folder; ``sabotage`` is put into every life."""
+        """Nothing is started yet. ``folder`` lies in ``run``, the run's folder; ``sabotage`` is installed in every attempt."""
         self._training, self._reference = training, reference
         self.folder, self._run = folder, run
         self._adapter, self._launcher = adapter, launcher
@@ -170,11 +167,11 @@ class AttemptRunner:
         fault: LegFault | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> Attempt:
-        """Live one life and judge it.
+        """Run one attempt and judge it.
 
         Raises:
-            InconclusiveError: its fault did not fire, or the harness is in trouble.
-            ViolationError: it is not what it has to be.
+            InconclusiveError: its fault did not fire, or the harness failed.
+            ViolationError: it broke a rule.
         """
         before = self.latest()
         record = run_leg(self._plan(leg, restore_from, fault, more), self._adapter, self._launcher)
@@ -184,11 +181,11 @@ class AttemptRunner:
         try:
             last = self._compare(evidence, restored)
         except ComparisonError as error:
-            raise ViolationError(f"its steps can't be held against the reference: {error}") from error
+            raise ViolationError(f"its steps can't be compared with the reference: {error}") from error
         except EvidenceError as error:
             raise InconclusiveError(str(error)) from error
         self._require_steps(record, last)
-        # What the next life has to find is there.
+        # The checkpoint for the next attempt must exist.
         self.latest()
         return Attempt(evidence=evidence, restored=restored, last_step=last)
 
@@ -220,13 +217,13 @@ class AttemptRunner:
         return f"../../disk/{_FOLDER}/{restore_from}"
 
     def latest(self) -> int:
-        """The step that a resume from LATEST has to find, worked out from the disk: the one the pointer names, or the highest.
+        """The step that a resume from LATEST must find, computed from the disk: the one the pointer names, or the highest.
 
         Returns:
             0 where there is no checkpoint.
 
         Raises:
-            ViolationError: the pointer says no number, or names a checkpoint that is not whole.
+            ViolationError: the pointer holds no number, or names an incomplete checkpoint.
         """
         whole = [
             int(path.parent.name.rpartition("_")[2])
@@ -238,25 +235,25 @@ class AttemptRunner:
         except FileNotFoundError:
             return max(whole, default=0)
         if not text.isdigit() or int(text) not in whole:
-            raise ViolationError(f"the pointer holds {text!r}; whole checkpoints: {sorted(whole)}")
+            raise ViolationError(f"the pointer holds {text!r}; complete checkpoints: {sorted(whole)}")
         return int(text)
 
     def _restored(self, evidence: LegEvidence, restore_from: str | None, latest: int) -> int:
-        """The step that all ranks restored, or were about to: what was asked for."""
+        """The step that all ranks restored, or were about to restore; checked against the requested one."""
         places = [event.data["global_step"] for event in evidence.events("restored", None)]
         begun = evidence.events("begin", None)
         fault = evidence.record.fault
         expected = latest if restore_from == LATEST else int((restore_from or "_0").rpartition("_")[2])
         wanted = [expected] * len(evidence.record.ranks) if expected else []
         if not begun and fault is not None and fault.moment in _WHILE_RESTORING:
-            # Killed before it trained: some ranks have restored, others have not got there.
+            # Killed before it trained: some ranks have restored, others have not yet.
             wanted = wanted[: len(places)]
         if places != wanted or any(event.data["global_step"] != expected for event in begun):
             raise ViolationError(f"restored {places or 'nothing'} on its ranks; expected step {expected} on all")
         return expected
 
     def _compare(self, evidence: LegEvidence, restored: int) -> int:
-        """Hold every step that all ranks finished against the reference; the last one, or ``restored`` where there is none."""
+        """Compare every step that all ranks finished with the reference; returns the last one, or ``restored`` if there is none."""
         trajectory = _trajectory(evidence)
         last = trajectory.last_common_step() if trajectory.ranks else None
         if last is None or len(trajectory.ranks) < len(evidence.record.ranks):
@@ -276,7 +273,7 @@ class AttemptRunner:
         return last
 
     def prune(self, keep: int) -> None:
-        """Delete all step directories but the newest ``keep``: what a retention would do, so that a disk is enough."""
+        """Delete all step directories except the newest ``keep``, as retention would, to save disk space."""
         steps = sorted(
             (path for path in self.checkpoints.glob("global_step_*") if path.is_dir()),
             key=lambda path: int(path.name.rpartition("_")[2]),
@@ -307,11 +304,11 @@ def _require_end(record: LegRecord, evidence: LegEvidence) -> None:
 
 def _error_text(evidence: LegEvidence) -> str:
     error = evidence.error
-    return f"{error.data['class']}: {error.data['message']}" if error else "it told no error"
+    return f"{error.data['class']}: {error.data['message']}" if error else "it reported no error"
 
 
 def _trajectory(evidence: LegEvidence) -> Trajectory:
-    """Its records; a life that was killed before its first step has none."""
+    """Its records; an attempt that was killed before its first step has none."""
     try:
         return evidence.trajectory
     except EvidenceError:

@@ -1,4 +1,4 @@
-"""``python -m st soak`` and ``python -m st sweep``: kills by the hundred."""
+"""``python -m st soak`` and ``python -m st sweep``: hundreds of kills at drawn or enumerated moments."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _PLATFORM = "cpu4"
 
 
 def add(verbs: Any) -> None:
-    """Add both."""
+    """Add both subcommands."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--seed", type=int, default=1, help="of what is drawn; default 1")
+    common.add_argument("--seed", type=int, default=1, help="seed of the random choices; default 1")
     common.add_argument("--results", type=Path, help="the run's folder; default results/VERB-TIME")
     common.add_argument(
-        "--sabotage", metavar="NAME", help="put this defect of the matrix into every life: it must turn red"
+        "--sabotage", metavar="NAME", help="install this defect of the matrix in every attempt: the run must fail"
     )
     soak = verbs.add_parser(
-        "soak", parents=[common], help="kill one training again and again; it ends as if nobody had"
+        "soak", parents=[common], help="kill one training again and again; its end must equal the uninterrupted run"
     )
     soak.add_argument("--kills", type=_positive, default=100, metavar="N", help="default 100")
     soak.add_argument("--workload", choices=sorted(WORKLOADS), default="demo", help="default demo")
@@ -43,16 +43,20 @@ def add(verbs: Any) -> None:
     )
     sweep.add_argument("--mode", action="append", choices=sorted(MODES), default=[], help="repeatable; default all")
     sweep.add_argument(
-        "--share", type=_share, default=1.0, metavar="X", help="of the points, drawn by the seed; default 1"
+        "--share",
+        type=_share,
+        default=1.0,
+        metavar="X",
+        help="share of the points to try, drawn by the seed; default 1",
     )
     sweep.add_argument(
         "--point",
         type=_point,
         metavar="RANK:OPERATION",
-        help="this one alone: by its number, or the first of a name ('0:* global_step_6')",
+        help="only this point: an operation's number, or a pattern for its first ('0:* global_step_6')",
     )
     sweep.add_argument("--jobs", type=int, default=2, help="points at a time; default 2")
-    sweep.add_argument("--keep", action="store_true", help="keep what green points leave")
+    sweep.add_argument("--keep", action="store_true", help="keep the files of points that pass")
     sweep.set_defaults(do=_sweep)
 
 
@@ -74,7 +78,7 @@ def _point(text: str) -> PointRequest:
     rank, _, operation = text.partition(":")
     is_number = operation.isdigit()
     if not rank.isdigit() or not (is_number or " " in operation):
-        raise argparse.ArgumentTypeError("RANK:OPERATION, a number and a number or a name, '0:* global_step_6'")
+        raise argparse.ArgumentTypeError("expected RANK:OPERATION, for example 0:17 or '0:* global_step_6'")
     return int(rank), int(operation) if is_number else operation
 
 
@@ -171,7 +175,7 @@ def _result(
 
 
 def _blaming(result: ResultRecord, kills: Sequence[KillRecord]) -> ResultRecord:
-    """The result, with the bucket of the first kill behind which the training parts from the reference."""
+    """The result, attributed to the bucket of the first divergence after a kill."""
     found = next((kill.divergence for kill in kills if kill.divergence is not None), None)
     return replace(result, blamed=found.bucket if found else None)
 

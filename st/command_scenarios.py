@@ -30,7 +30,7 @@ from st import running
 from st.hardware import missing_hardware
 
 TROUBLE = 4
-# So many scenarios are told leg by leg.
+# Up to this many scenarios are printed leg by leg.
 _MOST_DETAILED = 3
 _RESULTS = Path("results")
 _CHECKOUT = Path(__file__).resolve().parent.parent
@@ -38,29 +38,35 @@ SABOTAGES = Path(__file__).with_name("sabotages.yaml")
 
 
 def add(verbs: Any) -> None:
-    """Add the three."""
-    listing = verbs.add_parser("list", help="ids, titles, where they are required")
-    listing.add_argument("--check", action="store_true", help="report what does not fit together; 1 if anything")
+    """Add the three subcommands."""
+    listing = verbs.add_parser("list", help="print ids, titles, platforms and sabotages")
+    listing.add_argument(
+        "--check",
+        action="store_true",
+        help="report scenarios, platforms and sabotages that do not match; exit code 1 if any",
+    )
     add_selection(listing, default="every scenario")
     listing.set_defaults(do=_list)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--platform", default="cpu4", help="run on this one of platforms.yaml; default cpu4")
     common.add_argument(
-        "--launcher", choices=["torchrun", "warm"], help="start every scenario so, whatever it says itself"
+        "--launcher", choices=["torchrun", "warm"], help="start every scenario by this launcher instead of its own"
     )
     common.add_argument("--results", type=Path, help="the run's folder; default results/st-TIME")
     common.add_argument("--jobs", type=int, default=1, help="scenarios at a time; default 1")
     common.add_argument("--keep", action="store_true", help="keep the checkpoints of scenarios that pass")
     run = verbs.add_parser("run", parents=[common], help="run and judge scenarios")
     add_selection(run, default="every scenario that the platform requires")
-    run.add_argument("--sabotage", metavar="NAME", help="put this defect into every leg but the references")
-    run.add_argument("--repeat", type=int, default=1, help="run each scenario so often")
+    run.add_argument("--sabotage", metavar="NAME", help="install this defect in every leg except the references")
+    run.add_argument("--repeat", type=int, default=1, help="how often to run each scenario; default 1")
     run.add_argument(
         "--scenarios", type=Path, default=running.SCENARIOS, metavar="DIR", help="folder of scenario files"
     )
-    run.add_argument("--page", action="store_true", help="make a page of the run, and print where it is")
+    run.add_argument("--page", action="store_true", help="build the report page of the run, and print its path")
     run.set_defaults(do=_run)
-    sabotage = verbs.add_parser("sabotage", parents=[common], help="put in each defect and see that it is caught")
+    sabotage = verbs.add_parser(
+        "sabotage", parents=[common], help="install each defect and verify that its scenarios catch it"
+    )
     sabotage.add_argument("names", nargs="*", metavar="NAME", help="default: all of sabotages.yaml")
     sabotage.set_defaults(do=_sabotage)
 
@@ -144,13 +150,13 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def exit_code(results: Sequence[ResultRecord]) -> int:
-    """0 where all is well, 1 where something is red, 4 where nothing is but something could not be shown."""
+    """0 if all passed, 1 if something failed, 4 if nothing failed but something could not be judged."""
     bad = {result.outcome for result in results if result.outcome not in GOOD}
     return 0 if not bad else TROUBLE if bad == {"error"} else 1
 
 
 def legs_table(folder: Path, key: str) -> str:
-    """The legs of one scenario, one a line (steps, fault, how each process ended), and what its checks compared."""
+    """The legs of one scenario, one per line (steps, fault, how each process ended), and the outcomes of its checks."""
     results = read_results(folder)
     rows = [("leg", "launcher", "steps", "fault", "agents", "ranks", "seconds")]
     for leg in results.of(LegRecord, key):
@@ -180,7 +186,7 @@ def _end(end: RankEnd) -> str:
 
 
 def _write_page(folder: Path) -> bool:
-    """Make the page in a process of its own: the rooms meet in records only. True when there is one."""
+    """Build the page in another process (st does not import reports). True when there is one."""
     command = [sys.executable, "-m", "reports", "build", str(folder), "--profile", "selection"]
     done = subprocess.run(command, cwd=_CHECKOUT, check=False, capture_output=True, text=True)
     page = folder / "report" / "index.html"
@@ -189,7 +195,7 @@ def _write_page(folder: Path) -> bool:
 
 
 def shown(path: Path) -> str:
-    """A path as one would type it here."""
+    """A path relative to the working directory, if it is below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -197,7 +203,7 @@ def shown(path: Path) -> str:
 
 
 def sabotages() -> dict[str, tuple[str, ...]]:
-    """Which scenarios must turn red under which defect of the matrix.
+    """The scenarios that must fail under each defect of the matrix.
 
     Raises:
         SerialError: the file is malformed.
@@ -213,7 +219,7 @@ def sabotages() -> dict[str, tuple[str, ...]]:
 def _sabotage(options: argparse.Namespace, words: Sequence[str]) -> int:
     platform = find_platform(options.platform, running.platforms())
     entries = _entries(options.names)
-    # Many legs, and none of them is about how it is started.
+    # These are many legs, and none depends on its launcher.
     launcher = options.launcher or "warm"
     cases = {case.id: running.by(launcher, case) for case in running.scenarios()}
     work = [Work(case=cases[case_id], sabotage=entry.id) for entry in entries for case_id in entry.cases]
@@ -234,7 +240,7 @@ def _sabotage(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _entries(names: Sequence[str]) -> list[SabotageEntry]:
-    """The matrix's own entries, with the scenarios of this room in place of its cases."""
+    """The matrix's entries, with scenarios in place of its cases."""
     here = sabotages()
     require_known(names, here)
     known = {entry.id: entry for entry in load_sabotages()}

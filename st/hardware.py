@@ -1,6 +1,6 @@
-"""Is a platform there? Looked for from outside, so that a machine without it never imports its libraries into the tests.
+"""Detects whether a platform's devices exist, in other processes, so that the tests never import a device's libraries.
 
-The answer says what was looked for and what was found, because "skipped" alone sends nobody to the right cable.
+The answer lists what was searched for and what was found: "skipped" alone does not say what is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from conformance.matrix.platforms import Platform
 _SECONDS = 120
 _COUNTS = {
     "cuda": "import torch; print(torch.cuda.device_count())",
-    # Its own library first: where that is missing, nothing waits for torch.
+    # Its own library first: if that is missing, torch is not imported.
     "npu": "import torch_npu, torch; print(torch.npu.device_count())",
 }
 _CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
@@ -42,7 +42,7 @@ def missing_hardware(platform: Platform) -> str | None:
 
 @functools.cache
 def device_count(device: str) -> tuple[int, str]:
-    """How many devices of a kind torch sees in a process of its own, and what it said."""
+    """The number of devices that torch sees in a process of its own, and its output."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _COUNTS[device]], capture_output=True, text=True, timeout=_SECONDS, check=False

@@ -1,4 +1,4 @@
-"""Scenarios and where they run: what the command line and pytest share."""
+"""Scenarios, platforms, launchers and runs: shared by the command line and pytest."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def scenarios(folder: Path | None = None) -> tuple[Case, ...]:
 
 
 def platforms() -> tuple[Platform, ...]:
-    """What the system tests can be run on."""
+    """The platforms of the system tests."""
     return load_platforms(PLATFORMS)
 
 
 def by(launcher: str | None, case: Case) -> Case:
-    """The scenario, started by ``launcher`` instead of its own; None keeps that."""
+    """The scenario with ``launcher`` instead of its own; None keeps its own."""
     if launcher not in (None, "torchrun", "warm"):
         raise ValueError(launcher)
     return case if launcher is None else replace(case, launcher=launcher)  # type: ignore[arg-type]

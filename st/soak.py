@@ -1,8 +1,8 @@
-"""The soak: one training that is killed again and again at random moments, and ends where the uninterrupted one ends.
+"""The soak: one training is killed many times at random moments, and its end must equal that of the uninterrupted run.
 
-The moments are drawn before anything is started, from a seed: after a step, before or in a save, between its commit and the
-pointer, before one of its file operations on one rank, at an epoch's end, in a load; all ranks or one of them; SIGKILL.
-They are events of the training, not times, so a seed and a number name a kill for good.
+All moments are drawn from a seed before anything starts: after a step, before or in a save, between its commit and the
+pointer, before one of its file operations on one rank, at an epoch's end, in a load; all ranks or one; SIGKILL. They are
+events of the training and not times, so seed and number identify a kill for good.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from conformance.running.references import References
 from st.attempts import LATEST, Attempt, AttemptRunner, InconclusiveError, Training, ViolationError, reference_of
 
 SAVE_STEPS = 3
-# Between two kills lie 1 to this many steps.
+# Two kills are 1 to this many steps apart.
 _MOST_STEPS = 6
 _STEPS_AFTER_LAST = 5
 # More than a resume may fall back to.
@@ -72,14 +72,14 @@ WORKLOADS: Mapping[str, Workload] = {
         copies=2,
     ),
     "tiny-async": Workload(
-        title="the same with saves beside training",
+        title="the same with saves in the background",
         given={**_TINY, "checkpoint": {**_TINY["checkpoint"], "is_async": True}},
         steps_per_epoch=4,
         samples=32,
         copies=2,
     ),
     "demo": Workload(
-        title="the demo's Qwen3-MoE by the real program, short sequences",
+        title="the demo's Qwen3-MoE, trained by the library's program on short sequences",
         given=_DEMO,
         steps_per_epoch=8,
         samples=32,
@@ -97,7 +97,7 @@ class Kill:
 
     @property
     def words(self) -> str:
-        """It, as a person says it."""
+        """Its description in words."""
         fault = self.fault
         places = {
             "after_step": f"after step {fault.after_step}",
@@ -130,7 +130,7 @@ def draw(kills: int, seed: int, steps_per_epoch: int, operations: Sequence[int])
     for number in range(1, kills + 1):
         moments: list[Moment] = ["after_step", "before_save", "after_epoch", *_SAVE_MOMENTS, "file_operation"]
         if step >= 3 * SAVE_STEPS:
-            # Only then a checkpoint is there for certain.
+            # A checkpoint certainly exists from here on.
             moments.append("during_load")
         moment = dice.choice(moments)
         fault = LegFault(kind="kill", after_step=0, moment=moment)
@@ -141,33 +141,33 @@ def draw(kills: int, seed: int, steps_per_epoch: int, operations: Sequence[int])
             rank = dice.randrange(len(operations))
             fault = replace(fault, rank=rank, operation=dice.randint(1, operations[rank]))
         elif moment in ("after_step", "before_save") and dice.random() < 0.3:
-            # SIGTERM is a request, which is answered by a save (scenarios S5); a kill is one that can't be answered.
+            # Always SIGKILL: SIGTERM makes the training save (scenarios S5).
             fault = replace(fault, victims=f"rank-{dice.randrange(len(operations))}")
         drawn.append(Kill(number=number, fault=fault))
     return tuple(drawn)
 
 
 def _next_step(step: int, moment: Moment, steps_per_epoch: int) -> int:
-    """The first step from ``step`` on at which there is such a moment."""
+    """The first step, from ``step`` on, that has such a moment."""
     every = SAVE_STEPS if moment in _SAVE_MOMENTS else steps_per_epoch if moment == "after_epoch" else 1
     return -(-step // every) * every
 
 
 @dataclass
 class SurvivingSteps:
-    """The steps that count in the end: of a step that was trained again, the last time."""
+    """The steps that remain in the end; of a step that was trained several times, the last one."""
 
     records: dict[int, list[TrajectoryRecord]] = field(default_factory=dict)
 
     def add(self, attempt: Attempt, trajectory: Trajectory) -> None:
-        """Take in a attempt: what earlier ones trained behind the step that it restored is lost."""
+        """Add an attempt: the steps that earlier attempts trained after the one that it restored are lost."""
         for rank in range(len(attempt.record.ranks)):
             kept = [record for record in self.records.get(rank, []) if record.global_step <= attempt.restored]
             own = [record for record in trajectory.records.get(rank, ()) if record.global_step <= attempt.last_step]
             self.records[rank] = kept + own
 
     def problems(self, workload: Workload, until_step: int) -> list[str]:
-        """Steps that are missing or stand twice, and epochs in which a sample does not come exactly once."""
+        """Missing or duplicate steps, and epochs in which a sample is not read exactly once."""
         found = []
         for rank, records in sorted(self.records.items()):
             steps = [record.global_step for record in records]
@@ -188,7 +188,7 @@ class SurvivingSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class SoakOutcome:
-    """What a soak came to."""
+    """The outcome of a soak."""
 
     outcome: Outcome
     reason: str
@@ -209,7 +209,7 @@ class SoakOutcome:
 
 
 class Soak:
-    """Soaks into ``folder``, the run's."""
+    """Runs soaks into ``folder``, the run's."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class Soak:
         reference_launcher: Launcher,
         sabotage: str | None = None,
     ) -> None:
-        """Nothing is started yet. ``reference_launcher`` starts what nobody kills; ``sabotage`` is put into every attempt."""
+        """Nothing is started yet. ``reference_launcher`` starts uninterrupted legs; ``sabotage`` is installed in every attempt."""
         self._folder, self._adapter, self._launcher, self._reference_launcher = (
             folder,
             adapter,
@@ -228,7 +228,7 @@ class Soak:
             reference_launcher,
         )
         self._sabotage = sabotage
-        # Hundreds of checkpoints that nobody resumes from.
+        # These are hundreds of checkpoints, and nothing resumes from them.
         self._references = References(folder, keeps_disk=False)
 
     def run(self, name: str, *, kills: int, seed: int, on_kill: Callable[[KillRecord, Kill], None]) -> SoakOutcome:
@@ -238,7 +238,7 @@ class Soak:
             name: of :data:`WORKLOADS`.
             kills: how often it is killed.
             seed: of the draw.
-            on_kill: called with each kill when the attempt after it was judged.
+            on_kill: called with each kill once the next attempt was judged.
 
         Raises:
             InconclusiveError: the reference can't be made.
@@ -271,7 +271,7 @@ class Soak:
         )
 
     def _operations(self, name: str, workload: Workload) -> list[int]:
-        """How many file operations a save has, by rank: of a run that nobody kills."""
+        """The number of file operations of a save, by rank, counted in an uninterrupted run."""
         training = Training(given=workload.given, until_step=SAVE_STEPS + 1, save_steps=SAVE_STEPS)
         reference = reference_of(training, self._folder, self._adapter, self._reference_launcher, self._references)
         folder = self._folder / f"soak.{name}.counting"
@@ -279,7 +279,7 @@ class Soak:
         try:
             attempt = runner.run_attempt("saving", restore_from=None, more={"tell_operations": True})
         except ViolationError as error:
-            raise InconclusiveError(f"a run that nobody killed: {error}") from error
+            raise InconclusiveError(f"the uninterrupted run: {error}") from error
         shutil.rmtree(folder)
         operations = [event for event in attempt.evidence.events("operation", None) if event.data["save"] == SAVE_STEPS]
         ranks = complete(workload.given, name).world_size
@@ -291,7 +291,7 @@ _Before: TypeAlias = "tuple[Kill, Attempt | None, float]"
 
 
 class _AttemptSequence:
-    """The lives in their order, and what is told of them."""
+    """Runs the attempts in order, and records each kill with the attempt after it."""
 
     def __init__(
         self, name: str, training: Training, runner: AttemptRunner, on_kill: Callable[[KillRecord, Kill], None]
@@ -301,7 +301,7 @@ class _AttemptSequence:
         self.survivors = SurvivingSteps()
 
     def run(self, drawn: Sequence[Kill]) -> tuple[Outcome, str]:
-        """Live all of them and the last one; stops at the first that is red."""
+        """Run an attempt per kill, and the last one to the end; stops at the first failure."""
         before: _Before | None = None
         for kill in [*drawn, None]:
             begun = time.monotonic()

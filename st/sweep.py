@@ -1,9 +1,9 @@
 """The crash sweep: a save is killed before each of its file operations, on every rank, and the training resumed.
 
 For each mode a clean leg first records every change on disk that the save under test makes
-(:mod:`conformance.records.file_operations`). Each of them is then a point: a fresh copy of the disk, a leg that is killed
-right before that change, and a leg that resumes from LATEST and trains to the end. The other ranks are killed wherever they
-are when the one rank stands at its point.
+(:mod:`conformance.records.file_operations`). For each of these points the disk is copied afresh, a leg is killed right before
+that change, and another leg resumes from LATEST and trains to the end. The other ranks are killed wherever they are when the
+one rank pauses at its point.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ _GIVEN: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """One way to save. ``checkpoint`` is given beside the rest; ``prepare`` says what stands on the disk before."""
+    """One way to save. ``checkpoint`` is merged into ``given``; ``prepare`` names what is on the disk before."""
 
     title: str
     checkpoint: Mapping[str, Any]
     prepare: str = "earlier"
 
 
-# earlier: the checkpoint of step 3. dead save: and what a save of step 6 that was killed has left. same step: and a whole
-# checkpoint of step 6.
+# earlier: the checkpoint of step 3. dead save: also the rest of a killed save of step 6. same step: also a complete checkpoint
+# of step 6.
 MODES: Mapping[str, Mode] = {
-    "sync": Mode(title="a save that training waits for", checkpoint={}),
-    "async": Mode(title="a save beside training", checkpoint={"is_async": True}),
+    "sync": Mode(title="a synchronous save", checkpoint={}),
+    "async": Mode(title="a save in the background", checkpoint={"is_async": True}),
     "embedded": Mode(title="training state inside the DCP payload", checkpoint={"save_extra_state_per_rank": False}),
-    "leftovers": Mode(title="a save that clears what a dead one left", checkpoint={}, prepare="dead save"),
+    "leftovers": Mode(title="a save that clears the rest of a killed one", checkpoint={}, prepare="dead save"),
     "again": Mode(title="a step that is saved again after going back", checkpoint={}, prepare="same step"),
 }
 
@@ -74,13 +74,13 @@ class Point:
     what: str
 
 
-# A rank, and one of its changes: the number of it, or a name, which means the first that it matches.
+# A rank and one of its changes: a number, or a pattern, which selects the first match.
 PointRequest = tuple[int, int | str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOutcome:
-    """What a sweep of one mode came to. ``points`` is how many there are, ``kills`` those that were tried."""
+    """The outcome of a sweep of one mode. ``points`` is how many there are, ``kills`` those that were tried."""
 
     mode: str
     points: int
@@ -101,7 +101,7 @@ class SweepOutcome:
         red = sum(kill.outcome != "pass" for kill in self.kills)
         new = sum(kill.resumed_at == STEP for kill in self.kills)
         return (
-            f"{len(self.kills)} of {self.points} points tried, {red} red; resumed at step {STEP} {new} times, else at "
+            f"{len(self.kills)} of {self.points} points tried, {red} red; resumed at step {STEP} {new} times, otherwise at "
             f"{BEFORE}; lost at most {max(lost, default=0)} steps"
         )
 
@@ -112,7 +112,7 @@ class Sweep:
     def __init__(
         self, folder: Path, adapter: Adapter, launcher: Launcher, *, sabotage: str | None = None, keep: bool = False
     ) -> None:
-        """Nothing is started yet. ``keep`` keeps what green points leave too."""
+        """Nothing is started yet. ``keep`` keeps the files of points that pass, too."""
         self._folder, self._adapter, self._launcher = folder, adapter, launcher
         self._sabotage, self._keep = sabotage, keep
         # Several modes train the same reference.
@@ -132,20 +132,20 @@ class Sweep:
 
         Args:
             name: of :data:`MODES`.
-            share: of the points that is tried, drawn by ``seed``; 1 is all of them.
+            share: of the points to try, drawn by ``seed``; 1 is all of them.
             seed: of the draw.
             jobs: points at a time.
-            only: this one alone.
+            only: the only point to try.
             on_point: called with each point, in order.
 
         Raises:
-            InconclusiveError: the reference, or what has to stand on the disk before, can't be made.
+            InconclusiveError: the reference, or the disk before the save, can't be made.
         """
         mode = MODES[name]
         given = {**_GIVEN, "checkpoint": {**_GIVEN["checkpoint"], **mode.checkpoint}}
         training = Training(given=given, until_step=STEP + 2, save_steps=SAVE_STEPS)
         reference = reference_of(training, self._folder, self._adapter, self._launcher, self._references)
-        # What stands on the disk before is saved by one that is waited for: it must be there, whenever it is killed.
+        # The disk before is made by synchronous saves, so that they are complete when their leg is killed.
         checkpoint = {**given["checkpoint"], "is_async": False}
         base = self._prepare(name, mode, replace(training, given={**given, "checkpoint": checkpoint}), reference)
         points = list(self._points(name, base, training, reference))
@@ -161,7 +161,7 @@ class Sweep:
                     kills.append(future.result())
                     on_point(kills[-1])
             except BaseException:
-                # Ctrl-C: without this the points that wait would all be tried first.
+                # On Ctrl-C: without this all waiting points would be tried first.
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._launcher.stop()
                 raise
@@ -178,7 +178,7 @@ class Sweep:
         )
 
     def _prepare(self, name: str, mode: Mode, training: Training, reference: Reference) -> Path:
-        """Make the disk that every point begins with."""
+        """Make the disk that every point starts from."""
         folder = self._folder / f"sweep.{name}" / "base"
         runner = self._runner(folder, training, reference)
         try:
@@ -193,14 +193,14 @@ class Sweep:
         return folder
 
     def _points(self, name: str, base: Path, training: Training, reference: Reference) -> Iterator[Point]:
-        """Every change on disk of the save under test, told by a leg that nobody kills."""
+        """Every change on disk of the save under test, recorded by an uninterrupted leg."""
         folder = self._folder / f"sweep.{name}" / "counting"
         shutil.copytree(base / "disk", folder / "disk", symlinks=True)
         runner = self._runner(folder, training, reference)
         try:
             attempt = runner.run_attempt("saving", restore_from=f"global_step_{BEFORE}", more={"tell_operations": True})
         except ViolationError as error:
-            raise InconclusiveError(f"a save that nobody killed: {error}") from error
+            raise InconclusiveError(f"the uninterrupted save: {error}") from error
         for event in attempt.evidence.events("operation", None):
             if event.data["save"] == STEP:
                 what = f"{event.data['what']} {_without_random_part(event.data['where'])}"
@@ -272,7 +272,7 @@ def _require_little_lost(training: Training, killed: Attempt, resumed: Attempt) 
 
 
 def _require_clean(runner: AttemptRunner) -> None:
-    """The resumed training saved again, and what the killed save had left is gone."""
+    """The resumed training saved again, and cleared what the killed save had left."""
     left = [path.name for path in (runner.checkpoints / ".staging").glob("*")]
     if left:
         raise ViolationError(f"left behind in .staging: {left}")

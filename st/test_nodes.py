@@ -1,9 +1,8 @@
-"""torchrun's own restart: one rank is killed, the agent starts all ranks again by itself, and they resume by themselves.
+"""torchrun's own restart: one rank is killed, the agent restarts all ranks, and they resume without help of the harness.
 
-Nothing of the harness is in the ranks: the agent runs the trainer's own program, with LATEST from the very first start on.
-Each attempt of the ranks records into a folder of its own (``attempt_0``, ``attempt_1``), named after the count that the agent gives
-them. In one file the second attempt's steps would stand behind the first one's, and where both have a step one of the two
-would have to be passed over; so each attempt is read, and held against the reference, by itself.
+The agent runs the trainer's program, with LATEST from the first start on. Each attempt of the ranks records into a folder of
+its own (``attempt_0``, ``attempt_1``), named by the restart count that the agent passes. In one shared file the steps of both
+attempts would overlap; so each attempt is read, and compared with the reference, separately.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _LAST_STEP = 25
 _KILLED_AFTER = 13
 _VICTIM = 2
 _SECONDS = 240.0
-# What each rank runs: the program, told where its attempt is recorded.
+# The command of each rank: the program, with the folder that its attempt records into.
 _ATTEMPT = ("sh", "-c", 'exec "$@" --trajectory.dir="$ATTEMPTS/attempt_$TORCHELASTIC_RESTART_COUNT"', "attempt")
 
 
@@ -62,11 +61,11 @@ class _Run:
 @pytest.mark.cpu4
 @pytest.mark.timeout(600)
 def test_ranks_that_torchrun_restarts_resume_from_latest_and_end_where_nobody_was_killed(tmp_path: Path) -> None:
-    """One rank dies of SIGKILL; the second attempt of all begins behind the last save and is the reference's, bit for bit."""
+    """One rank dies of SIGKILL; the second attempt begins after the last save and equals the reference, bit for bit."""
     with _started(tmp_path) as run:
         _await_step(run, _KILLED_AFTER)
         assert _kill(run, _VICTIM) == -signal.SIGKILL
-        # With a rank dead nobody commits a save any more.
+        # With a dead rank no save is committed any more.
         resumed_at = _pointer(run)
         assert run.agent.wait(timeout=_SECONDS) == 0, _log_tails(run)
         assert processes.marked(run.token) == []
@@ -86,7 +85,7 @@ def test_ranks_that_torchrun_restarts_resume_from_latest_and_end_where_nobody_wa
 
 @contextmanager
 def _started(folder: Path) -> Iterator[_Run]:
-    """Start the agent; whatever is left of it and its ranks is dead behind this."""
+    """Start the agent; on exit kill what is left of it and its ranks."""
     token = uuid.uuid4().hex
     paths = [str(_CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
@@ -141,7 +140,7 @@ def _await_step(run: _Run, step: int) -> None:
 
 
 def _lines(path: Path) -> int:
-    """How many whole lines, so how many finished steps, a attempt's file has; none where it is not there yet."""
+    """The number of complete lines (finished steps) in an attempt's file; 0 if it does not exist yet."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
@@ -189,7 +188,7 @@ def _reference(folder: Path) -> Trajectory:
 
 
 def _log_tails(run: _Run) -> str:
-    """What the agent and the ranks said last."""
+    """The ends of the logs of the agent and the ranks."""
     logs = [run.folder / "agent.log", *sorted((run.folder / "logs").rglob("std*.log"))]
     lines = [f"{log.relative_to(run.folder)}: {log.read_text(errors='replace')[-1500:]}" for log in logs]
     return "\n".join(lines)

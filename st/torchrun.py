@@ -9,8 +9,8 @@ What this knows of them, it knows from the kernel:
 * whatever else a leg left behind carries the leg's mark in its environment.
 
 An agent that is to lose its ranks politely is stopped first (SIGSTOP), so that it neither reaps nor signals one of them before
-their ends are known, and gets its own SIGTERM when all of them have ended. One that is reported itself to end passes that on, is
-stopped then, and only goes on when they have ended.
+their ends are known, and gets its own SIGTERM when all of them have ended. An agent that gets SIGTERM itself passes it on, is
+stopped then, and goes on only when its ranks have ended.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SEARCH_SECONDS = 0.05
 _MONITOR_SECONDS = 0.5
 _LOGS = "torchrun"
 _CLOSED = re.compile(r"[Ss]ending process (\d+) closing signal (\w+)")
-# How long an agent may take to pass a signal on: it looks for one twice a second at least.
+# How long an agent may take to pass a signal on; it polls at least twice a second.
 _PASSED_SECONDS = 20.0
 _FAILURE = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*(-?\d+)")
 
@@ -69,7 +69,7 @@ class Torchrun:
     """A :class:`conformance.running.processes.Launcher` that starts every leg under torchrun. Threads may share it."""
 
     def __init__(self) -> None:
-        """Begin to adopt orphans, for as long as this lives. No agent starts its ranks again: a leg is one life."""
+        """Begin to adopt orphans, for as long as this lives. Agents do not restart ranks: a leg is one attempt."""
         self._stack = ExitStack()
         self._stack.enter_context(processes.subreaper())
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class Torchrun:
         return leg
 
     def wait(self) -> None:
-        """Wait a moment."""
+        """Wait for one polling interval."""
         time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
@@ -102,7 +102,7 @@ class Torchrun:
             leg.send_signal(range(len(leg.ranks)), signal.SIGKILL)
 
     def close(self) -> None:
-        """Adopt no more."""
+        """Stop adopting orphans."""
         self._stack.close()
 
 
@@ -117,7 +117,7 @@ class TorchrunLeg:
         self._size = len(order.launches) // order.nodes
         self._token = uuid.uuid4().hex
         self.is_cleared = False
-        # What else was killed with an agent: it becomes this process's child, and is reaped in the end.
+        # Other processes that were killed with an agent: they become children of this process, which reaps them in the end.
         self._adopted: set[int] = set()
         self._searched_at = 0.0
         self.ranks: list[TorchrunRank] = [TorchrunRank(self, rank) for rank in range(len(order.launches))]
@@ -161,7 +161,7 @@ class TorchrunLeg:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # A Ctrl-C at the terminal reaches this process alone, which then ends the leg in its own way.
+                # So that a Ctrl-C at the terminal reaches this process only, which then ends the leg.
                 start_new_session=True,
             )
         return Agent(self, node, process)
@@ -171,14 +171,14 @@ class TorchrunLeg:
         return self.ranks[node * self._size : (node + 1) * self._size]
 
     def send_signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
-        """Signal these ranks; the agent of a node that loses all its ranks is killed first, or stopped until they ended."""
+        """Send a signal to these ranks. The agent of a node that loses all its ranks is killed first, or stopped until they ended."""
         wanted = set(ranks)
         for agent in self.agents:
             own = self.members(agent.node)
             if not all(rank.number in wanted for rank in own):
                 continue
             if number == signal.SIGKILL:
-                # Looked for first: the children of a dead agent are no descendants of it.
+                # Searched for first: the children of a dead agent are no longer its descendants.
                 adopted = processes.descendants(agent.pid)
                 agent.send(number)
                 for process in adopted:
@@ -190,7 +190,7 @@ class TorchrunLeg:
             self.ranks[rank].send(number)
 
     def signal_launcher(self, node: int, number: signal.Signals) -> None:
-        """Signal an agent alone, and stop it as soon as it has reported that each of its ranks got a signal.
+        """Send a signal to an agent alone, and stop the agent as soon as its log says that each rank got a signal.
 
         Raises:
             LauncherError: it does not pass the signal on.
@@ -210,7 +210,7 @@ class TorchrunLeg:
         return (self._folder / f"log_agent_{node}.txt").read_text(encoding="utf-8", errors="replace")
 
     def dump(self) -> None:
-        """Stop the agents, so that none of them ends a rank first, and make each rank write its stacks."""
+        """Stop the agents, so that they do not end a rank first, and make each rank write its stacks."""
         self.search(now=True)
         for agent in self.agents:
             agent.freeze()
@@ -218,7 +218,7 @@ class TorchrunLeg:
             rank.send(signal.SIGABRT)
 
     def clear(self) -> list[int]:
-        """Kill and reap whatever carries the leg's mark, and put each rank's output where it belongs."""
+        """Kill and reap every process with the leg's mark, and collect each rank's output into its log."""
         known = {process.pid for rank in self.ranks if (process := rank.process)} | {agent.pid for agent in self.agents}
         known |= self._adopted
         try:
@@ -251,8 +251,8 @@ class TorchrunLeg:
                     self.ranks[number].process = process
 
     def reported(self, rank: int) -> RankEnd:
-        """The end of a rank that nobody saw, as its agent reported it: by its own good end, in its report of failures, or as the
-        signal that it sent to end it.
+        """The end of a rank that this process did not see, from its agent: exit code 0 if the agent's is, otherwise the agent's
+        report of failures, or the signal that the agent sent.
         """
         agent = self.agents[rank // self._size]
         if agent.end is not None and agent.end.exit_code == 0:
@@ -281,7 +281,7 @@ class Agent:
         return self._process.pid
 
     def poll(self) -> RankEnd | None:
-        """How it ended. One that was stopped goes on to its own end as soon as all its ranks have ended."""
+        """How it ended. A stopped agent is continued as soon as all its ranks have ended."""
         if self._is_frozen and all(rank.is_over() for rank in self._leg.members(self.node)):
             self._is_frozen = False
             if not self._was_signalled:
@@ -297,7 +297,7 @@ class Agent:
         self._process.send_signal(number)
 
     def freeze(self, *, was_signalled: bool = False) -> None:
-        """Stop it until its ranks have ended; one that ``was_signalled`` to end is not reported again."""
+        """Stop it until its ranks have ended; ``was_signalled``: it has its SIGTERM already."""
         if self._process.poll() is None:
             self._is_frozen, self._was_signalled = True, was_signalled
             self._process.send_signal(signal.SIGSTOP)
@@ -318,14 +318,14 @@ class TorchrunRank:
         self._end: RankEnd | None = None
 
     def is_over(self) -> bool:
-        """True when it lives no more, whether its end could be read or not."""
+        """True when it has ended, whether or not its end could be read."""
         if self.poll() is not None:
             return True
         now = processes.read(self.process.pid) if self.process else None
         return self.process is not None and (now is None or now.start_ticks != self.process.start_ticks)
 
     def poll(self) -> RankEnd | None:
-        """How it ended: read by reaping it, or from the kernel before its agent reaps it, or from its agent's report."""
+        """How it ended: by reaping it, from the kernel before its agent reaps it, or from its agent's report."""
         if self._end is None:
             self._leg.search()
             self._end = self._read_end()
@@ -334,7 +334,7 @@ class TorchrunRank:
     def _read_end(self) -> RankEnd | None:
         now = processes.read(self.process.pid) if self.process else None
         if self.process is None or now is None or now.start_ticks != self.process.start_ticks:
-            # Not there yet, or not any more: only the end of its agent says which.
+            # Not started yet, or already reaped: only the end of its agent tells these apart.
             agent = self._leg.agents[self.number // len(self._leg.members(0))]
             return self._leg.reported(self.number) if agent.end is not None else None
         if not now.is_zombie:
@@ -352,10 +352,10 @@ class TorchrunRank:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back until the block is done: a sweep cut short would leave processes behind.
+    """Delay Ctrl-C and SIGTERM until the block is done: an interrupted sweep would leave processes behind.
 
-    Only the main thread is ever interrupted by them, so elsewhere nothing is done. A mask would not do: any other thread takes
-    the signal then, and the main one is interrupted all the same.
+    They interrupt the main thread only, so in other threads this does nothing. A signal mask would not do: another thread would
+    take the signal, and the main thread would be interrupted all the same.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -17,10 +17,10 @@ PLATFORMS_FILE = Path(__file__).parents[1] / "platforms.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """A machine that cases are run on.
+    """A kind of machine that cases run on.
 
     ``requires`` lists ids; a base id (``A8``) stands for all its sub-cases, ``F*`` for all of class F. Each must exist.
-    ``ranks`` is how many processes a case may have here at most.
+    ``ranks`` is the largest number of processes that a case may have here.
     """
 
     id: str
@@ -35,7 +35,7 @@ class Platform:
         return any(matches(case.id, pattern) for pattern in self.requires)
 
     def missing(self, cases: Iterable[Case]) -> list[str]:
-        """Required ids that no case has."""
+        """The required ids that no case has."""
         ids = [case.id for case in cases]
         return [pattern for pattern in self.requires if not any(matches(known, pattern) for known in ids)]
 
@@ -64,7 +64,7 @@ def find_platform(name: str, platforms: Iterable[Platform]) -> Platform:
     """Return the platform called ``name``.
 
     Raises:
-        SerialError: there is none.
+        SerialError: there is no such platform.
     """
     known = {platform.id: platform for platform in platforms}
     if name not in known:

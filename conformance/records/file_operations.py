@@ -1,6 +1,6 @@
-"""Every change that this process makes on disk below one folder, numbered, and on_operation before it is made.
+"""Reports every change that this process makes on disk below one folder, before it is made.
 
-What counts is what the kernel is asked for: ``create`` (open for writing), ``write`` (one write of bytes), ``fsync``,
+A change is a call to the kernel: ``create`` (open for writing), ``write`` (one write of bytes), ``fsync``,
 ``truncate``, ``rename``, ``remove``, ``make directory``, ``remove directory``, ``link``. Reading does not count. Python's own
 functions are replaced, so every write through them is seen. A write from C is not (``torch.save`` to a path; to an open file it
 writes through Python). An adapter whose trainer writes from C reports it by :meth:`FileOperations.report`: ``renameat2``, which

@@ -150,7 +150,7 @@ def _run_forked(body: Callable[[int], Any], world_size: int, limit_seconds: floa
 
 
 def _child(body: Callable[[int], Any], rank: int, writer: int, gate: int) -> NoReturn:
-    """The whole body of a forked process; it never returns into the code that forked it."""
+    """Run a forked process to its end; never returns into the code that forked it."""
     try:
         _die_with_parent()
         # Discard what C++ libraries print about a broken group; the result reports it.

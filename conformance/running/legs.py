@@ -1,4 +1,4 @@
-"""One leg's state, from its job to its record: start the ranks, act at the fault, learn how each ended."""
+"""Runs one leg, from its job to its record: starts the ranks, injects the fault, reads how each process ended."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run_leg(plan: LegPlan, adapter: Adapter, launcher: Launcher) -> LegRecord:
             nodes=plan.job.nodes,
         )
         leg = launcher.start(order)
-        # A warm server may have had to be started first, which is no part of the leg's state.
+        # The start of a warm server is no part of the leg's time.
         started_at, begun = datetime.now(UTC), time.monotonic()
         _follow(plan, state, leg, launcher)
     except (LauncherError, OSError) as error:
@@ -247,13 +247,13 @@ def _events(plan: LegPlan, rank: int) -> Sequence[Event]:
 def _collect(plan: LegPlan, adapter: Adapter) -> str | None:
     try:
         adapter.collect(plan.job, plan.folder)
-    except Exception as error:  # noqa: BLE001  an adapter of anyone
+    except Exception as error:  # noqa: BLE001  any error of any adapter
         return f"the adapter can't read the trainer's output: {type(error).__name__}: {error}"
     return None
 
 
 def _trouble(plan: LegPlan, state: _LegState) -> str | None:
-    """What makes the leg no evidence at all: it says so itself, it never began, or what it messages can't be read."""
+    """Why the leg can't be evidence: it reports trouble itself, it never started, or its events can't be read."""
     for rank, end in enumerate(state.ends):
         try:
             events = read_events(plan.folder / f"events_rank_{rank}.jsonl", rank)

@@ -10,7 +10,7 @@ from conformance.adapters.hyper_resume.leg import Leg
 
 
 def drive_custom_loop(leg: Leg) -> None:
-    """Restore if asked to, train to the planned step (or through all epochs), through all four hooks."""
+    """Restore if the job says so, and train to the planned step (or all epochs), with all four hooks."""
     trainer, callbacks = leg.trainer, leg.trainer.callbacks
     for callback in callbacks:
         callback.on_train_begin(trainer.state)

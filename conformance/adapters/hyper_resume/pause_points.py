@@ -1,4 +1,4 @@
-"""Where a leg can be stopped beside its steps: on a save's way to disk, in a load, before any change on disk."""
+"""Pause points inside the library: between the stages of a save, in a load, before any change on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.saving import publication
 
 _STEP = re.compile(r"global_step_(\d+)")
-# Moment -> the function of the library that begins then.
+# Moment -> the function of the library that starts at it.
 _BEGINNINGS = {
     "before_commit": (layout, "commit"),
     "before_pointer": (layout, "write_pointer"),
@@ -28,10 +28,10 @@ _BEGINNINGS = {
 
 
 class PausePoints:
-    """What was put into the library so that this leg stops where its job says."""
+    """Patches of the library that pause this leg at its job's fault."""
 
     def __init__(self, probe: Probe, job: Job) -> None:
-        """Put it in; nothing for a job without such a fault."""
+        """Install the patches; none for a job without such a fault."""
         self._probe, self._job = probe, job
         self._lock = threading.Lock()
         self._save: int | None = None
@@ -48,13 +48,13 @@ class PausePoints:
     def _pause_at(self, moment: str, module: Any, name: str) -> None:
         original = getattr(module, name, None)
         if original is None:
-            raise TroubleError(f"{module.__name__} has no {name}: a leg can't be stopped {moment}")
+            raise TroubleError(f"{module.__name__} has no {name}: a leg can't pause at {moment}")
 
         def pause_first(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
             if name == "write_pointer":
                 step = second
             else:
-                # Retention is told of the new checkpoint as the first of those that must stay.
+                # The first of the directories that retention must keep is the new checkpoint.
                 step = layout.parse_step(Path(args[0][0] if moment == "before_retention" else second).name)
             any_load = moment == "during_load" and self._job.fault is not None and self._job.fault.after_step == 0
             self._probe.moment(moment, 0 if any_load else -1 if step is None else step)
@@ -63,9 +63,9 @@ class PausePoints:
         setattr(module, name, pause_first)
 
     def _operation(self, what: str, where: str) -> None:
-        """Count a change for the save whose step directory it names; what names none belongs to the save named last.
+        """Count a change for the save whose step directory its path names; one that names none belongs to the save named last.
 
-        A save in the background goes on while the next one is asked for already, so the calls would tell less.
+        The calls to ``save`` would not do: a save in the background goes on while the next one is already requested.
         """
         named = _STEP.search(where)
         with self._lock:
@@ -91,7 +91,7 @@ class PausePoints:
 
 
 def _count_exchanges(operations_on_disk: FileOperations) -> None:
-    """Count the one change on disk that goes past Python's own functions (``renameat2``)."""
+    """Report the one change on disk that does not go through Python's functions (``renameat2``)."""
     original = operations.FileOperations.exchange
 
     def exchange(disk: operations.FileOperations, one: Path, other: Path) -> bool:

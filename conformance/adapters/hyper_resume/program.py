@@ -1,4 +1,4 @@
-"""One rank of a leg that runs this library's own program on a configuration: ``hyper-resume train``, watched from outside.
+"""One rank of a leg that runs this library's program, ``hyper-resume train``, on a configuration file.
 
 What runs is :func:`hyper_resume.cli.main`, with its own exit codes; the steps are recorded by its own trajectory callback.
 """
@@ -50,16 +50,16 @@ def prepare() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what the job says; returns the exit code."""
+    """Carry out the job; returns the exit code."""
     return run_job(train)
 
 
 def train(probe: Probe, job: Job) -> int:
-    """Train, tell; returns the program's exit code."""
+    """Train; returns the program's exit code."""
     if not is_under_torchrun():
-        join_group(job)  # the program keeps a group that is there
+        join_group(job)  # the program keeps an existing group
         if job.world_size == 1:
-            os.environ.pop("RANK", None)  # started alone, as far as the program can tell
+            os.environ.pop("RANK", None)  # so the program sees a single process
     leg = ProgramLeg(probe, job)
     path = str(_CHECKOUT / str(job.given.config))
     leg.report_configuration(path)
@@ -71,7 +71,7 @@ def train(probe: Probe, job: Job) -> int:
 
 
 def _report_errors(probe: Probe) -> None:
-    """Tell the errors that the program turns into an exit code; any other comes out of it."""
+    """Report the errors that the program turns into an exit code; others reach the caller."""
     original = cli.train
 
     def train_and_report(config_path: str, overrides: Sequence[str]) -> None:
@@ -85,17 +85,17 @@ def _report_errors(probe: Probe) -> None:
 
 
 class ProgramLeg(EventReporter):
-    """Puts itself between the program and the trainer that it builds."""
+    """Instruments the trainer that the program builds."""
 
     def __init__(self, probe: Probe, job: Job) -> None:
-        """The device is reported from the job; the trainer is watched as soon as it is built."""
+        """Take the device from the job, and replace the program's trainer class."""
         index = int(os.environ.get("LOCAL_RANK", "0"))
         kind = job.given.device
         super().__init__(probe, job, torch.device("cpu") if kind == "cpu" else torch.device(kind, index))
         text_trainer.BaseTrainer = self._build  # type: ignore[assignment, attr-defined]
 
     def words(self) -> list[str]:
-        """The command line behind the configuration file."""
+        """The command-line arguments after the configuration file."""
         job, given = self.job, self.given
         chosen = {name: value for name, value in to_plain(given.checkpoint).items() if value is not None}
         chosen["checkpoint_dir"] = job.checkpoint_dir
@@ -108,7 +108,7 @@ class ProgramLeg(EventReporter):
         return [*words, *given.overrides]
 
     def report_configuration(self, path: str) -> None:
-        """Tell every value after the overrides, and where it came from."""
+        """Report every value after the overrides, and its source."""
         resolved = resolve_config(path, self.words())
         values = dataclasses.asdict(resolved.config)
         reported = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-
 from conformance.checks import CHECKS
 from conformance.records.results import BLAMES
 from tests.conformance.evidence_made import evidence, leg, status
