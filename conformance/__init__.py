@@ -1,1 +1,1 @@
-"""The conformance room: what a right resume is, told as records and pure checks on them."""
+"""The conformance matrix: cases as data, the runner that carries them out on a trainer, and the checks that judge them."""

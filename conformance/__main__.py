@@ -13,16 +13,18 @@ import yaml
 from conformance.judging.recheck import recheck
 from conformance.matrix.case import CASES_FOLDER, Case, CaseError, load_cases, select
 from conformance.matrix.platforms import Platform, find_platform, load_platforms
+from conformance.matrix.selection import add_selection, selected, wanted
 from conformance.plain_data.serial import SerialError
-from conformance.records.results import ResultRecord
 from conformance.records.trajectory import RecordError
 from conformance.running.adapter import ADAPTERS, build_adapter
+from conformance.running.progress import print_result
 from conformance.running.session import GOOD, Session, Work
 from conformance.sabotages.catalogue import (
     SabotageEntry,
     judge_sabotage,
     lint_sabotages,
     load_sabotages,
+    require_known,
     sabotage_table,
 )
 
@@ -30,13 +32,13 @@ _RESULTS = Path("results")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; 0 when all is well, 1 when something is red, 2 when the question itself is wrong."""
+    """Run one subcommand. Returns 0 when everything passed, 1 when something failed, 2 for a usage error or a malformed file."""
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(words)
     try:
         code: int = arguments.do(arguments, words)
     except (CaseError, SerialError, RecordError, yaml.YAMLError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return code
 
@@ -45,30 +47,34 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m conformance", description="the conformance matrix")
     commands = parser.add_subparsers(required=True)
     chosen = argparse.ArgumentParser(add_help=False)
-    chosen.add_argument(
-        "--case", action="append", default=[], metavar="ID", help="an id, a base id or a glob; repeatable"
-    )
+    add_selection(chosen, default="every case, or every one that --platform requires")
     chosen.add_argument("--platform", help="only what this platform requires")
     chosen.add_argument("--cases", type=Path, default=CASES_FOLDER, metavar="DIR", help="folder of case files")
     running = argparse.ArgumentParser(add_help=False)
     running.add_argument("--results", type=Path, help="the run's folder; default results/conformance-TIME")
-    running.add_argument("--jobs", type=int, default=2, help="cases at a time")
-    running.add_argument("--repeat", type=int, default=1, help="run each case so often")
+    running.add_argument("--jobs", type=int, default=2, help="cases at a time; default 2")
+    running.add_argument("--repeat", type=int, default=1, help="how often to run each case; default 1")
     running.add_argument("--keep", action="store_true", help="keep the checkpoints of cases that pass")
     running.add_argument("--adapter", choices=sorted(ADAPTERS), default="hyper_resume", help="the trainer")
     listing = commands.add_parser("list", parents=[chosen], help="ids, titles, platforms, sabotages")
-    listing.add_argument("--check", action="store_true", help="report what does not fit together; 1 if anything")
+    listing.add_argument(
+        "--check",
+        action="store_true",
+        help="report cases, platforms and sabotages that do not match; exit code 1 if any",
+    )
     listing.set_defaults(do=_list)
     run = commands.add_parser("run", parents=[chosen, running], help="run and judge cases")
-    run.add_argument("--sabotage", metavar="ID", help="put this defect into every leg but the references")
+    run.add_argument("--sabotage", metavar="ID", help="install this defect in every leg except the references")
     run.set_defaults(do=_run)
     again = commands.add_parser("recheck", help="judge a run again from its records")
     again.add_argument("folder", type=Path)
     again.set_defaults(do=_recheck)
-    sabotage = commands.add_parser("sabotage", parents=[running], help="put in each defect and see that it is caught")
+    sabotage = commands.add_parser(
+        "sabotage", parents=[running], help="install each defect and verify that its cases catch it"
+    )
     sabotage.add_argument("ids", nargs="*", metavar="SABOTAGE", help="default: all")
     sabotage.add_argument(
-        "--part", type=_part, default=(1, 1), metavar="K/N", help="every N-th of them, beginning with the K-th"
+        "--part", type=_part, default=(1, 1), metavar="K/N", help="every N-th sabotage, beginning with the K-th"
     )
     sabotage.add_argument("--cases", type=Path, default=CASES_FOLDER, metavar="DIR", help="folder of case files")
     sabotage.set_defaults(do=_sabotage)
@@ -83,14 +89,14 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _selection(arguments: argparse.Namespace) -> tuple[tuple[Case, ...], Platform | None, list[str]]:
-    """The cases asked for, the platform, and the ids that it requires in vain."""
+    """The selected cases, the platform, and the ids that it requires and no case has."""
     cases = load_cases(arguments.cases)
     if arguments.platform is None:
-        return select(cases, arguments.case), None, []
+        return selected(cases, arguments), None, []
     platform = find_platform(arguments.platform, load_platforms())
     taken = [case for case in cases if platform.takes(case)]
-    missing = [] if arguments.case else platform.missing(cases)
-    return select(taken, arguments.case), platform, missing
+    missing = [] if wanted(arguments) else platform.missing(cases)
+    return selected(taken, arguments), platform, missing
 
 
 def _list(arguments: argparse.Namespace, words: list[str]) -> int:
@@ -124,6 +130,7 @@ def _list(arguments: argparse.Namespace, words: list[str]) -> int:
 
 def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     cases, platform, missing = _selection(arguments)
+    require_known(filter(None, [arguments.sabotage]), (entry.id for entry in load_sabotages()))
     with _session(arguments, platform, words) as session:
         repeats = range(arguments.repeat)
         session.run([Work(case=case, sabotage=arguments.sabotage, repeat=n) for n in repeats for case in cases])
@@ -139,12 +146,12 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
 def _recheck(arguments: argparse.Namespace, words: list[str]) -> int:
     found = recheck(arguments.folder)
     for item in found:
-        told = (
+        outcome = (
             item.now
             if item.agrees
             else f"{item.now}, was {item.then} (blamed {item.blamed_now}, was {item.blamed_then})"
         )
-        print(f"{item.key}: {told}{': ' + item.reason if item.reason else ''}")
+        print(f"{item.key}: {outcome}{': ' + item.reason if item.reason else ''}")
     different = sum(not item.agrees for item in found)
     print(f"{len(found)} judged again, {different} differ")
     return 1 if different else 0
@@ -155,12 +162,13 @@ def _sabotage(arguments: argparse.Namespace, words: list[str]) -> int:
     cases = {case.id: case for case in load_cases(arguments.cases)}
     for entry in entries:
         select(cases.values(), entry.cases)
-    wanted = sorted({case_id for entry in entries for case_id in entry.cases})
-    work = [Work(case=cases[case_id], repeat=n) for n in range(arguments.repeat) for case_id in wanted]
+    guarded = sorted({case_id for entry in entries for case_id in entry.cases})
+    work = [Work(case=cases[case_id], repeat=n) for n in range(arguments.repeat) for case_id in guarded]
     with _session(arguments, None, words) as session:
+        sabotaged = [Work(case=cases[case_id], sabotage=entry.id) for entry in entries for case_id in entry.cases]
+        print(f"{len(work)} clean runs, then {len(sabotaged)} with a sabotage: {session.folder}", flush=True)
         clean = session.run(work)
         records = []
-        sabotaged = [Work(case=cases[case_id], sabotage=entry.id) for entry in entries for case_id in entry.cases]
         by_key = {(result.sabotage, result.case): result for result in session.run(sabotaged)}
         for entry in entries:
             results = {case_id: by_key[entry.id, case_id] for case_id in entry.cases}
@@ -175,9 +183,7 @@ def _sabotage(arguments: argparse.Namespace, words: list[str]) -> int:
 
 def _entries(ids: Sequence[str], number: int = 1, parts: int = 1) -> tuple[SabotageEntry, ...]:
     entries = load_sabotages()
-    unknown = set(ids) - {entry.id for entry in entries}
-    if unknown:
-        raise SerialError(f"no sabotage is called {min(unknown)!r}")
+    require_known(ids, (entry.id for entry in entries))
     chosen = tuple(entry for entry in entries if not ids or entry.id in ids)[number - 1 :: parts]
     if not chosen:
         raise SerialError(f"part {number} of {parts} is empty: no more than {number - 1} sabotages were asked for")
@@ -193,15 +199,8 @@ def _session(arguments: argparse.Namespace, platform: Platform | None, words: li
         jobs=arguments.jobs,
         keep=arguments.keep,
         argv=words,
-        tell=_tell,
+        on_result=print_result,
     )
-
-
-def _tell(result: ResultRecord) -> None:
-    blamed = f" [{result.blamed}]" if result.blamed else ""
-    print(f"{result.outcome:11} {result.key:10} {result.title}{blamed}", flush=True)
-    if result.sabotage is None and result.outcome not in GOOD:
-        print(f"            {result.reason}\n            {result.reproduce}", flush=True)
 
 
 if __name__ == "__main__":

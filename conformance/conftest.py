@@ -1,4 +1,4 @@
-"""One run for all tests of a pytest process; with xdist each worker has a run of its own."""
+"""pytest fixtures of the matrix: one run for all tests of a pytest process; with xdist one run per worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matrix under pytest: one test a case, its id in the test's name, marked by class and platform."""
+"""The matrix under pytest: one test per case, its id in the test's name, marked by class and platform."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _rows() -> list[ParameterSet]:
 
 @pytest.mark.parametrize("case", _rows())
 def test_case(case: Case, conformance_session: Session) -> None:
-    """The case comes to what its level asks for; what the platform lacks is told, never passed."""
+    """The case has the outcome that its level demands; a case that the platform can't run is skipped with the reason."""
     (result,) = conformance_session.run([Work(case=case)])
     if result.outcome == "unsupported":
         pytest.skip(f"unsupported: {result.reason}")

@@ -1,1 +1,1 @@
-"""The system-test room: real processes started, killed, proved dead, resumed, and held against an uninterrupted run."""
+"""System tests: real processes are started, killed, verified dead, resumed, and compared with an uninterrupted run."""

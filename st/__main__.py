@@ -1,6 +1,6 @@
 """``python -m st list | run | sabotage | sweep | soak``.
 
-Exit codes: 0 all is well, 1 something is red, 2 usage or a malformed file, 4 nothing could be shown, 130 interrupted.
+Exit codes: 0 all passed, 1 something failed, 2 usage error or malformed file, 4 error of the harness, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from conformance.matrix.case import CaseError
 from conformance.plain_data.serial import SerialError
 from conformance.records.trajectory import RecordError
 from st import command_crash, command_scenarios
-from st.lives import LifeError
+from st.attempts import InconclusiveError
 
 USAGE = 2
 
@@ -33,15 +33,15 @@ def main(arguments: list[str] | None = None) -> int:
     command_scenarios.add(verbs)
     command_crash.add(verbs)
     options = parser.parse_args(words)
-    # A polite kill must take the running legs along, as Ctrl-C does.
+    # SIGTERM must end the running legs too, as Ctrl-C does.
     before = signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
         code: int = options.do(options, words)
     except (CaseError, SerialError, RecordError, yaml.YAMLError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
-    except LifeError as error:
-        print(f"error: nothing was shown: {error}", file=sys.stderr)
+    except InconclusiveError as error:
+        print(f"error: no verdict is possible: {error}", file=sys.stderr)
         return command_scenarios.TROUBLE
     except KeyboardInterrupt:
         print("interrupted; every process of the running legs is dead", file=sys.stderr)

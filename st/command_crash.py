@@ -1,4 +1,4 @@
-"""``python -m st soak`` and ``python -m st sweep``: kills by the hundred."""
+"""``python -m st soak`` and ``python -m st sweep``: hundreds of kills at drawn or enumerated moments."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from conformance.running.session import Session
 from st import running
 from st.command_scenarios import exit_code
 from st.soak import WORKLOADS, Kill, Soak
-from st.sweep import MODES, Asked, Sweep
+from st.sweep import MODES, PointRequest, Sweep
 
 _RESULTS = Path("results")
 _PLATFORM = "cpu4"
 
 
 def add(verbs: Any) -> None:
-    """Add both."""
+    """Add both subcommands."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--seed", type=int, default=1, help="of what is drawn; default 1")
+    common.add_argument("--seed", type=int, default=1, help="seed of the random choices; default 1")
     common.add_argument("--results", type=Path, help="the run's folder; default results/VERB-TIME")
     common.add_argument(
-        "--sabotage", metavar="NAME", help="put this defect of the matrix into every life: it must turn red"
+        "--sabotage", metavar="NAME", help="install this defect of the matrix in every attempt: the run must fail"
     )
     soak = verbs.add_parser(
-        "soak", parents=[common], help="kill one training again and again; it ends as if nobody had"
+        "soak", parents=[common], help="kill one training again and again; its end must equal the uninterrupted run"
     )
     soak.add_argument("--kills", type=_positive, default=100, metavar="N", help="default 100")
     soak.add_argument("--workload", choices=sorted(WORKLOADS), default="demo", help="default demo")
@@ -43,16 +43,20 @@ def add(verbs: Any) -> None:
     )
     sweep.add_argument("--mode", action="append", choices=sorted(MODES), default=[], help="repeatable; default all")
     sweep.add_argument(
-        "--share", type=_share, default=1.0, metavar="X", help="of the points, drawn by the seed; default 1"
+        "--share",
+        type=_share,
+        default=1.0,
+        metavar="X",
+        help="share of the points to try, drawn by the seed; default 1",
     )
     sweep.add_argument(
         "--point",
         type=_point,
         metavar="RANK:OPERATION",
-        help="this one alone: by its number, or the first of a name ('0:* global_step_6')",
+        help="only this point: an operation's number, or a pattern for its first ('0:* global_step_6')",
     )
     sweep.add_argument("--jobs", type=int, default=2, help="points at a time; default 2")
-    sweep.add_argument("--keep", action="store_true", help="keep what green points leave")
+    sweep.add_argument("--keep", action="store_true", help="keep the files of points that pass")
     sweep.set_defaults(do=_sweep)
 
 
@@ -70,11 +74,11 @@ def _share(text: str) -> float:
     return value
 
 
-def _point(text: str) -> Asked:
+def _point(text: str) -> PointRequest:
     rank, _, operation = text.partition(":")
     is_number = operation.isdigit()
     if not rank.isdigit() or not (is_number or " " in operation):
-        raise argparse.ArgumentTypeError("RANK:OPERATION, a number and a number or a name, '0:* global_step_6'")
+        raise argparse.ArgumentTypeError("expected RANK:OPERATION, for example 0:17 or '0:* global_step_6'")
     return int(rank), int(operation) if is_number else operation
 
 
@@ -83,13 +87,19 @@ def _soak(options: argparse.Namespace, words: Sequence[str]) -> int:
     begun = time.monotonic()
     with _session(options, words) as session:
         print(f"{workload.title}; {options.kills} kills, seed {options.seed}: {session.folder}", flush=True)
-        launcher, aside = session.launchers[options.launcher], session.launchers["warm"]
-        soak = Soak(session.folder, build_adapter("hyper_resume"), launcher, aside=aside, sabotage=options.sabotage)
+        launcher, reference_launcher = session.launchers[options.launcher], session.launchers["warm"]
+        soak = Soak(
+            session.folder,
+            build_adapter("hyper_resume"),
+            launcher,
+            reference_launcher=reference_launcher,
+            sabotage=options.sabotage,
+        )
 
-        def tell(record: KillRecord, kill: Kill) -> None:
+        def on_kill(record: KillRecord, kill: Kill) -> None:
             print(_line(record, options.kills), flush=True)
 
-        soaked = soak.run(options.workload, kills=options.kills, seed=options.seed, tell=tell)
+        soaked = soak.run(options.workload, kills=options.kills, seed=options.seed, on_kill=on_kill)
         again = ["soak", "--workload", options.workload, "--kills", str(options.kills), "--seed", str(options.seed)]
         again += ["--launcher", options.launcher]
         result = _result(
@@ -110,7 +120,12 @@ def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
         for mode in options.mode or MODES:
             begun = time.monotonic()
             swept = sweep.run(
-                mode, share=options.share, seed=options.seed, jobs=options.jobs, only=options.point, tell=_tell_point
+                mode,
+                share=options.share,
+                seed=options.seed,
+                jobs=options.jobs,
+                only=options.point,
+                on_point=_report_point,
             )
             tried += len(swept.kills)
             reason = "" if swept.outcome == "pass" else swept.summary
@@ -124,14 +139,14 @@ def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _line(record: KillRecord, of: int) -> str:
-    told = f"kill {record.number:>{len(str(of))}} of {of}: {record.what}"
+    text = f"kill {record.number:>{len(str(of))}} of {of}: {record.what}"
     if record.outcome != "pass":
-        return f"{told}: {record.outcome.upper()}: {record.reason}"
+        return f"{text}: {record.outcome.upper()}: {record.reason}"
     resumed = f"{record.last_step} finished, resumed at {record.resumed_at}, {record.lost_steps} lost"
-    return f"{told}; {resumed}; {record.seconds:.1f} s"
+    return f"{text}; {resumed}; {record.seconds:.1f} s"
 
 
-def _tell_point(record: KillRecord) -> None:
+def _report_point(record: KillRecord) -> None:
     if record.outcome != "pass":
         print(f"{record.outcome.upper()} {record.mode}, rank {record.rank}, {record.what}: {record.reason}")
         print(
@@ -160,7 +175,7 @@ def _result(
 
 
 def _blaming(result: ResultRecord, kills: Sequence[KillRecord]) -> ResultRecord:
-    """The result, with the bucket of the first kill behind which the training parts from the reference."""
+    """The result, attributed to the bucket of the first divergence after a kill."""
     found = next((kill.divergence for kill in kills if kill.divergence is not None), None)
     return replace(result, blamed=found.bucket if found else None)
 

@@ -11,55 +11,69 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conformance.matrix.case import Case, select
+from conformance.matrix.case import Case
 from conformance.matrix.platforms import Platform, find_platform
+from conformance.matrix.selection import add_selection, selected, wanted
 from conformance.plain_data.serial import SerialError
 from conformance.plain_data.yaml_lines import load_yaml
 from conformance.records.results import LegRecord, RankEnd, ResultRecord, read_results
+from conformance.running.progress import print_result
 from conformance.running.session import GOOD, Session, Work
-from conformance.sabotages.catalogue import SabotageEntry, judge_sabotage, load_sabotages, sabotage_table
+from conformance.sabotages.catalogue import (
+    SabotageEntry,
+    judge_sabotage,
+    load_sabotages,
+    require_known,
+    sabotage_table,
+)
 from st import running
-from st.presence import lacking
+from st.hardware import missing_hardware
 
 TROUBLE = 4
-# So many scenarios are told leg by leg.
-_TOLD_IN_FULL = 3
+# Up to this many scenarios are printed leg by leg.
+_MOST_DETAILED = 3
 _RESULTS = Path("results")
 _CHECKOUT = Path(__file__).resolve().parent.parent
 SABOTAGES = Path(__file__).with_name("sabotages.yaml")
 
 
 def add(verbs: Any) -> None:
-    """Add the three."""
-    listing = verbs.add_parser("list", help="ids, titles, where they are required")
-    listing.add_argument("--check", action="store_true", help="report what does not fit together; 1 if anything")
+    """Add the three subcommands."""
+    listing = verbs.add_parser("list", help="print ids, titles, platforms and sabotages")
+    listing.add_argument(
+        "--check",
+        action="store_true",
+        help="report scenarios, platforms and sabotages that do not match; exit code 1 if any",
+    )
+    add_selection(listing, default="every scenario")
     listing.set_defaults(do=_list)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--platform", default="cpu4", help="run on this one of platforms.yaml; default cpu4")
     common.add_argument(
-        "--launcher", choices=["torchrun", "warm"], help="start every scenario so, whatever it says itself"
+        "--launcher", choices=["torchrun", "warm"], help="start every scenario by this launcher instead of its own"
     )
     common.add_argument("--results", type=Path, help="the run's folder; default results/st-TIME")
     common.add_argument("--jobs", type=int, default=1, help="scenarios at a time; default 1")
     common.add_argument("--keep", action="store_true", help="keep the checkpoints of scenarios that pass")
     run = verbs.add_parser("run", parents=[common], help="run and judge scenarios")
-    run.add_argument(
-        "ids", nargs="*", metavar="ID", help="ids, base ids or globs; default: all that the platform requires"
-    )
-    run.add_argument("--sabotage", metavar="NAME", help="put this defect into every leg but the references")
-    run.add_argument("--repeat", type=int, default=1, help="run each scenario so often")
+    add_selection(run, default="every scenario that the platform requires")
+    run.add_argument("--sabotage", metavar="NAME", help="install this defect in every leg except the references")
+    run.add_argument("--repeat", type=int, default=1, help="how often to run each scenario; default 1")
     run.add_argument(
         "--scenarios", type=Path, default=running.SCENARIOS, metavar="DIR", help="folder of scenario files"
     )
-    run.add_argument("--page", action="store_true", help="make a page of the run, and print where it is")
+    run.add_argument("--page", action="store_true", help="build the report page of the run, and print its path")
     run.set_defaults(do=_run)
-    sabotage = verbs.add_parser("sabotage", parents=[common], help="put in each defect and see that it is caught")
+    sabotage = verbs.add_parser(
+        "sabotage", parents=[common], help="install each defect and verify that its scenarios catch it"
+    )
     sabotage.add_argument("names", nargs="*", metavar="NAME", help="default: all of sabotages.yaml")
     sabotage.set_defaults(do=_sabotage)
 
 
 def _list(options: argparse.Namespace, words: Sequence[str]) -> int:
-    cases, platforms = running.scenarios(), running.platforms()
+    everything, platforms = running.scenarios(), running.platforms()
+    cases = selected(everything, options)
     width = max(len(case.id) for case in cases)
     for case in cases:
         where = " ".join(platform.id for platform in platforms if platform.takes(case))
@@ -68,7 +82,7 @@ def _list(options: argparse.Namespace, words: Sequence[str]) -> int:
             f"{'':{width}}  {case.launcher}; on: {where or 'no platform'}; sabotages: {', '.join(case.sabotages) or 'none'}"
         )
     print(f"{len(cases)} scenarios")
-    problems = _problems(cases, platforms) if options.check else []
+    problems = _problems(everything, platforms) if options.check else []
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
@@ -111,10 +125,11 @@ def _problems(cases: Sequence[Case], platforms: Sequence[Platform]) -> list[str]
 
 def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     platform = find_platform(options.platform, running.platforms())
-    cases = select(running.scenarios(options.scenarios), options.ids)
-    if not options.ids and options.scenarios == running.SCENARIOS:
+    cases = selected(running.scenarios(options.scenarios), options)
+    require_known(filter(None, [options.sabotage]), (entry.id for entry in load_sabotages()))
+    if not wanted(options) and options.scenarios == running.SCENARIOS:
         cases = tuple(case for case in cases if platform.takes(case))
-    reason = lacking(platform)
+    reason = missing_hardware(platform)
     if reason is not None:
         print(f"unsupported: {reason}", file=sys.stderr)
         return 1
@@ -124,8 +139,8 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
         session.run(
             [Work(case=case, sabotage=options.sabotage, repeat=number) for number in numbers for case in chosen]
         )
-        footer = session.finish([] if options.ids else platform.missing(cases))
-    for result in session.results if len(session.results) <= _TOLD_IN_FULL else ():
+        footer = session.finish([] if wanted(options) else platform.missing(cases))
+    for result in session.results if len(session.results) <= _MOST_DETAILED else ():
         print(f"\n{result.key}\n{legs_table(session.folder, result.key)}\n")
     counts = ", ".join(f"{count} {name}" for name, count in footer.counts.items() if count)
     print(f"{counts or 'no clean run'} in {footer.seconds:.1f} s: {shown(session.folder)}")
@@ -135,13 +150,13 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def exit_code(results: Sequence[ResultRecord]) -> int:
-    """0 where all is well, 1 where something is red, 4 where nothing is but something could not be shown."""
+    """0 if all passed, 1 if something failed, 4 if nothing failed but something could not be judged."""
     bad = {result.outcome for result in results if result.outcome not in GOOD}
     return 0 if not bad else TROUBLE if bad == {"error"} else 1
 
 
 def legs_table(folder: Path, key: str) -> str:
-    """The legs of one scenario, one a line (steps, fault, how each process ended), and what its checks compared."""
+    """The legs of one scenario, one per line (steps, fault, how each process ended), and the outcomes of its checks."""
     results = read_results(folder)
     rows = [("leg", "launcher", "steps", "fault", "agents", "ranks", "seconds")]
     for leg in results.of(LegRecord, key):
@@ -171,7 +186,7 @@ def _end(end: RankEnd) -> str:
 
 
 def _write_page(folder: Path) -> bool:
-    """Make the page in a process of its own: the rooms meet in records only. True when there is one."""
+    """Build the page in another process (st does not import reports). True when there is one."""
     command = [sys.executable, "-m", "reports", "build", str(folder), "--profile", "selection"]
     done = subprocess.run(command, cwd=_CHECKOUT, check=False, capture_output=True, text=True)
     page = folder / "report" / "index.html"
@@ -180,7 +195,7 @@ def _write_page(folder: Path) -> bool:
 
 
 def shown(path: Path) -> str:
-    """A path as one would type it here."""
+    """A path relative to the working directory, if it is below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -188,7 +203,7 @@ def shown(path: Path) -> str:
 
 
 def sabotages() -> dict[str, tuple[str, ...]]:
-    """Which scenarios must turn red under which defect of the matrix.
+    """The scenarios that must fail under each defect of the matrix.
 
     Raises:
         SerialError: the file is malformed.
@@ -204,13 +219,14 @@ def sabotages() -> dict[str, tuple[str, ...]]:
 def _sabotage(options: argparse.Namespace, words: Sequence[str]) -> int:
     platform = find_platform(options.platform, running.platforms())
     entries = _entries(options.names)
-    # Many legs, and none of them is about how it is started.
+    # These are many legs, and none depends on its launcher.
     launcher = options.launcher or "warm"
     cases = {case.id: running.by(launcher, case) for case in running.scenarios()}
-    wanted = sorted({case_id for entry in entries for case_id in entry.cases})
+    work = [Work(case=cases[case_id], sabotage=entry.id) for entry in entries for case_id in entry.cases]
+    clean_work = [Work(case=cases[case_id]) for case_id in sorted({item.case.id for item in work})]
     with _session(options, platform, words, launcher=launcher) as session:
-        clean = session.run([Work(case=cases[case_id]) for case_id in wanted])
-        work = [Work(case=cases[case_id], sabotage=entry.id) for entry in entries for case_id in entry.cases]
+        print(f"{len(clean_work)} clean runs, then {len(work)} with a sabotage: {session.folder}", flush=True)
+        clean = session.run(clean_work)
         by_key = {(result.sabotage, result.case): result for result in session.run(work)}
         records = [
             judge_sabotage(entry, {case_id: by_key[entry.id, case_id] for case_id in entry.cases}) for entry in entries
@@ -224,11 +240,9 @@ def _sabotage(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _entries(names: Sequence[str]) -> list[SabotageEntry]:
-    """The matrix's own entries, with the scenarios of this room in place of its cases."""
+    """The matrix's entries, with scenarios in place of its cases."""
     here = sabotages()
-    unknown = sorted(set(names) - set(here))
-    if unknown:
-        raise SerialError(f"{SABOTAGES.name} has no sabotage {unknown[0]!r}")
+    require_known(names, here)
     known = {entry.id: entry for entry in load_sabotages()}
     return [replace(known[name], cases=ids) for name, ids in here.items() if not names or name in names]
 
@@ -236,12 +250,5 @@ def _entries(names: Sequence[str]) -> list[SabotageEntry]:
 def _session(options: argparse.Namespace, platform: Platform, words: Sequence[str], *, launcher: str | None) -> Session:
     folder = options.results or _RESULTS / time.strftime("st-%Y%m%d-%H%M%S")
     return running.session(
-        folder, platform, launcher=launcher, jobs=options.jobs, keep=options.keep, argv=words, tell=_tell
+        folder, platform, launcher=launcher, jobs=options.jobs, keep=options.keep, argv=words, on_result=print_result
     )
-
-
-def _tell(result: ResultRecord) -> None:
-    blamed = f" [{result.blamed}]" if result.blamed else ""
-    print(f"{result.outcome:11} {result.key:10} {result.title}{blamed} ({result.seconds:.1f} s)", flush=True)
-    if result.sabotage is None and result.outcome not in GOOD:
-        print(f"            {result.reason}\n            {result.reproduce}", flush=True)

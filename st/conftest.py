@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register a marker for each platform and class; let a polite kill take the running legs along, as Ctrl-C does."""
+    """Register a marker for each platform and class; make SIGTERM end the running legs, as Ctrl-C does."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
     for platform in running.platforms():
         config.addinivalue_line("markers", f"{platform.id}: {platform.title}")
@@ -50,7 +50,7 @@ def _raise_interrupt(number: int, frame: FrameType | None) -> None:
 
 @pytest.fixture(scope="session")
 def st_session(request: pytest.FixtureRequest) -> Iterator[Callable[[Platform], Session]]:
-    """The run of a platform, begun when its first scenario asks for it; the footers are written at the end."""
+    """Returns the run of a platform, which starts with its first scenario; footers are written at the end."""
     folder = request.config.getoption("st_results") or Path("results") / time.strftime("st-%Y%m%d-%H%M%S")
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     begun: dict[str, Session] = {}
@@ -69,6 +69,6 @@ def st_session(request: pytest.FixtureRequest) -> Iterator[Callable[[Platform], 
 
 
 def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-    """A run that was broken off gets no footer, also when that was between two scenarios."""
+    """An interrupted run gets no footer, also when it is interrupted between two scenarios."""
     for session in _running:
         session.stop()

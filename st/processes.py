@@ -1,7 +1,7 @@
 """Finding, killing and reaping the processes of a leg, on Linux, through /proc.
 
 torchrun starts every rank in a session of its own, so a signal to the agent's process group misses them all. They are
-found as descendants of the agent, and, once that tie is cut, by a mark that every process of a leg inherits in its
+found as descendants of the agent, and, once the agent is dead, by a mark that every process of a leg inherits in its
 environment.
 """
 
@@ -23,7 +23,7 @@ _PR_GET_CHILD_SUBREAPER = 37
 _POLL_SECONDS = 0.005
 
 
-class DeathNotProvedError(RuntimeError):
+class DeathNotVerifiedError(RuntimeError):
     """A process did not die of the signal it was sent, or did not die at all."""
 
 
@@ -55,7 +55,7 @@ def subreaper() -> Iterator[None]:
         OSError: the kernel refuses (or this is not Linux).
     """
     if sys.platform != "linux":
-        raise OSError("proving that ranks died needs Linux (prctl PR_SET_CHILD_SUBREAPER and /proc)")
+        raise OSError("verifying that ranks died needs Linux (prctl PR_SET_CHILD_SUBREAPER and /proc)")
     libc = ctypes.CDLL(None, use_errno=True)
     before = ctypes.c_int()
     if libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0) != 0:
@@ -69,12 +69,12 @@ def subreaper() -> Iterator[None]:
 
 
 def read(pid: int) -> Process | None:
-    """The process as it is now; None when there is none."""
+    """The current state of a process; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command's name stands in brackets and may hold spaces and brackets itself; after the last one all is regular.
+    # The command's name is in brackets and may contain spaces and brackets; the fields after the last one are regular.
     fields = text.rpartition(")")[2].split()
     return Process(
         pid=pid,
@@ -96,12 +96,12 @@ def descendants(pid: int) -> list[Process]:
     by_parent: dict[int, list[Process]] = {}
     for process in everything():
         by_parent.setdefault(process.parent, []).append(process)
-    family, waiting = [], [pid]
+    found, waiting = [], [pid]
     while waiting:
         children = by_parent.get(waiting.pop(0), [])
-        family += children
+        found += children
         waiting += [child.pid for child in children]
-    return family
+    return found
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -115,7 +115,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def marked(token: str) -> list[Process]:
-    """All living processes that carry a leg's mark, wherever they hang in the process tree."""
+    """All living processes with a leg's mark, anywhere in the process tree."""
     return [process for process in everything() if environment(process.pid).get(MARK) == token]
 
 
@@ -130,7 +130,7 @@ def ranks_of(agent: int) -> dict[int, Process]:
 
 
 def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to exactly this process; one that is gone already is left alone."""
+    """Send a signal to exactly this process; does nothing if it has ended."""
     now = read(process.pid)
     if now is None or now.start_ticks != process.start_ticks:
         return
@@ -148,17 +148,17 @@ def reap(pid: int, deadline: float) -> int:
         deadline: when to give up, on :func:`time.monotonic`'s clock.
 
     Raises:
-        DeathNotProvedError: it is still alive at the deadline, or is no child of this process.
+        DeathNotVerifiedError: it is still alive at the deadline, or is no child of this process.
     """
     while True:
         try:
             done, status = os.waitpid(pid, os.WNOHANG)
         except ChildProcessError as error:
-            raise DeathNotProvedError(f"process {pid} is no child of this one, so its end can't be read") from error
+            raise DeathNotVerifiedError(f"process {pid} is no child of this one, so its end can't be read") from error
         if done == pid:
             return status
         if time.monotonic() > deadline:
-            raise DeathNotProvedError(f"process {pid} is still alive ({read(pid)}) although it was killed")
+            raise DeathNotVerifiedError(f"process {pid} is still alive ({read(pid)}) although it was killed")
         time.sleep(_POLL_SECONDS)
 
 
@@ -174,7 +174,7 @@ def sweep(token: str, seen: set[int], *, limit_seconds: float = 20.0) -> list[in
         The pids that were still alive, ascending.
 
     Raises:
-        DeathNotProvedError: something is still there at the limit.
+        DeathNotVerifiedError: something is still there at the limit.
     """
     deadline = time.monotonic() + limit_seconds
     alive: set[int] = set()
@@ -185,15 +185,15 @@ def sweep(token: str, seen: set[int], *, limit_seconds: float = 20.0) -> list[in
         alive.update(process.pid for process in left)
         _reap_finished(seen | alive)
         is_late = time.monotonic() > deadline
-        if not left and (is_late or not _becoming()):
+        if not left and (is_late or not _starting()):
             return sorted(alive)
         if is_late:
-            raise DeathNotProvedError(f"processes {[process.pid for process in left]} survive SIGKILL")
+            raise DeathNotVerifiedError(f"processes {[process.pid for process in left]} survive SIGKILL")
         time.sleep(_POLL_SECONDS)
 
 
-def _becoming() -> list[Process]:
-    """Children of this process, orphans above all, that just become another program: nobody can see yet whose they are."""
+def _starting() -> list[Process]:
+    """Children of this process that are just executing another program: their environment can't be read yet."""
     own = [process for process in everything() if process.parent == os.getpid() and not process.is_zombie]
     return [process for process in own if not environment(process.pid)]
 

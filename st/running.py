@@ -1,4 +1,4 @@
-"""Scenarios and where they run: what the command line and pytest share."""
+"""Scenarios, platforms, launchers and runs: shared by the command line and pytest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conformance.matrix.platforms import Platform, load_platforms
 from conformance.records.results import ResultRecord
 from conformance.running.adapter import build_adapter
 from conformance.running.launching import Launcher
-from conformance.running.processes import Hosts
+from conformance.running.processes import LocalLauncher
 from conformance.running.session import Session
 from st.torchrun import Torchrun
 
@@ -29,12 +29,12 @@ def scenarios(folder: Path | None = None) -> tuple[Case, ...]:
 
 
 def platforms() -> tuple[Platform, ...]:
-    """What the system tests can be run on."""
+    """The platforms of the system tests."""
     return load_platforms(PLATFORMS)
 
 
 def by(launcher: str | None, case: Case) -> Case:
-    """The scenario, started by ``launcher`` instead of its own; None keeps that."""
+    """The scenario with ``launcher`` instead of its own; None keeps its own."""
     if launcher not in (None, "torchrun", "warm"):
         raise ValueError(launcher)
     return case if launcher is None else replace(case, launcher=launcher)  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ def by(launcher: str | None, case: Case) -> Case:
 
 def launchers(folder: Path) -> Mapping[str, Launcher]:
     """Both launchers; ``folder`` gets the logs of the warm servers."""
-    return {"warm": Hosts(folder), "torchrun": Torchrun()}
+    return {"warm": LocalLauncher(folder), "torchrun": Torchrun()}
 
 
 def session(
@@ -54,7 +54,7 @@ def session(
     jobs: int = 1,
     keep: bool = False,
     argv: Sequence[str] = (),
-    tell: Callable[[ResultRecord], None] = lambda result: None,
+    on_result: Callable[[ResultRecord, int, int], None] = lambda result, number, total: None,
 ) -> Session:
     """Begin a run of scenarios on a platform; ``launcher`` is named in the lines that run one again."""
     return Session(
@@ -68,5 +68,5 @@ def session(
         command="python -m st run",
         extra=f" --launcher {launcher}" if launcher else "",
         launchers=launchers,
-        tell=tell,
+        on_result=on_result,
     )

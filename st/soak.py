@@ -1,8 +1,8 @@
-"""The soak: one training that is killed again and again at random moments, and ends where the uninterrupted one ends.
+"""The soak: one training is killed many times at random moments, and its end must equal that of the uninterrupted run.
 
-The moments are drawn before anything is started, from a seed: after a step, before or in a save, between its commit and the
-pointer, before one of its file operations on one rank, at an epoch's end, in a load; all ranks or one of them; SIGKILL.
-They are events of the training, not times, so a seed and a number name a kill for good.
+All moments are drawn from a seed before anything starts: after a step, before or in a save, between its commit and the
+pointer, before one of its file operations on one rank, at an epoch's end, in a load; all ranks or one; SIGKILL. They are
+events of the training and not times, so seed and number identify a kill for good.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from conformance.records.trajectory import Trajectory, TrajectoryRecord
 from conformance.running.adapter import Adapter
 from conformance.running.launching import Launcher
 from conformance.running.references import References
-from st.lives import LATEST, Life, LifeError, Lives, RedError, Training, reference_of
+from st.attempts import LATEST, Attempt, AttemptRunner, InconclusiveError, Training, ViolationError, reference_of
 
 SAVE_STEPS = 3
-# Between two kills lie 1 to this many steps.
+# Two kills are 1 to this many steps apart.
 _MOST_STEPS = 6
 _STEPS_AFTER_LAST = 5
 # More than a resume may fall back to.
@@ -72,14 +72,14 @@ WORKLOADS: Mapping[str, Workload] = {
         copies=2,
     ),
     "tiny-async": Workload(
-        title="the same with saves beside training",
+        title="the same with saves in the background",
         given={**_TINY, "checkpoint": {**_TINY["checkpoint"], "is_async": True}},
         steps_per_epoch=4,
         samples=32,
         copies=2,
     ),
     "demo": Workload(
-        title="the demo's Qwen3-MoE by the real program, short sequences",
+        title="the demo's Qwen3-MoE, trained by the library's program on short sequences",
         given=_DEMO,
         steps_per_epoch=8,
         samples=32,
@@ -97,7 +97,7 @@ class Kill:
 
     @property
     def words(self) -> str:
-        """It, as a person says it."""
+        """Its description in words."""
         fault = self.fault
         places = {
             "after_step": f"after step {fault.after_step}",
@@ -130,7 +130,7 @@ def draw(kills: int, seed: int, steps_per_epoch: int, operations: Sequence[int])
     for number in range(1, kills + 1):
         moments: list[Moment] = ["after_step", "before_save", "after_epoch", *_SAVE_MOMENTS, "file_operation"]
         if step >= 3 * SAVE_STEPS:
-            # Only then a checkpoint is there for certain.
+            # A checkpoint certainly exists from here on.
             moments.append("during_load")
         moment = dice.choice(moments)
         fault = LegFault(kind="kill", after_step=0, moment=moment)
@@ -141,33 +141,33 @@ def draw(kills: int, seed: int, steps_per_epoch: int, operations: Sequence[int])
             rank = dice.randrange(len(operations))
             fault = replace(fault, rank=rank, operation=dice.randint(1, operations[rank]))
         elif moment in ("after_step", "before_save") and dice.random() < 0.3:
-            # SIGTERM is a request, which is answered by a save (scenarios S5); a kill is one that can't be answered.
+            # Always SIGKILL: SIGTERM makes the training save (scenarios S5).
             fault = replace(fault, victims=f"rank-{dice.randrange(len(operations))}")
         drawn.append(Kill(number=number, fault=fault))
     return tuple(drawn)
 
 
 def _next_step(step: int, moment: Moment, steps_per_epoch: int) -> int:
-    """The first step from ``step`` on at which there is such a moment."""
+    """The first step, from ``step`` on, that has such a moment."""
     every = SAVE_STEPS if moment in _SAVE_MOMENTS else steps_per_epoch if moment == "after_epoch" else 1
     return -(-step // every) * every
 
 
 @dataclass
-class Survivors:
-    """The steps that count in the end: of a step that was trained again, the last time."""
+class SurvivingSteps:
+    """The steps that remain in the end; of a step that was trained several times, the last one."""
 
     records: dict[int, list[TrajectoryRecord]] = field(default_factory=dict)
 
-    def add(self, life: Life, trajectory: Trajectory) -> None:
-        """Take in a life: what earlier ones trained behind the step that it restored is lost."""
-        for rank in range(len(life.record.ranks)):
-            kept = [record for record in self.records.get(rank, []) if record.global_step <= life.restored]
-            own = [record for record in trajectory.records.get(rank, ()) if record.global_step <= life.last_step]
+    def add(self, attempt: Attempt, trajectory: Trajectory) -> None:
+        """Add an attempt: the steps that earlier attempts trained after the one that it restored are lost."""
+        for rank in range(len(attempt.record.ranks)):
+            kept = [record for record in self.records.get(rank, []) if record.global_step <= attempt.restored]
+            own = [record for record in trajectory.records.get(rank, ()) if record.global_step <= attempt.last_step]
             self.records[rank] = kept + own
 
     def problems(self, workload: Workload, until_step: int) -> list[str]:
-        """Steps that are missing or stand twice, and epochs in which a sample does not come exactly once."""
+        """Missing or duplicate steps, and epochs in which a sample is not read exactly once."""
         found = []
         for rank, records in sorted(self.records.items()):
             steps = [record.global_step for record in records]
@@ -187,20 +187,20 @@ class Survivors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Soaked:
-    """What a soak came to."""
+class SoakOutcome:
+    """The outcome of a soak."""
 
     outcome: Outcome
     reason: str
     kills: tuple[KillRecord, ...]
     until_step: int
-    seconds_of_lives: float
+    seconds_of_attempts: float
 
     @property
     def summary(self) -> str:
         """One line."""
         lost = [kill.lost_steps for kill in self.kills if kill.lost_steps is not None]
-        rate = 60 * len(self.kills) / self.seconds_of_lives if self.seconds_of_lives else 0.0
+        rate = 60 * len(self.kills) / self.seconds_of_attempts if self.seconds_of_attempts else 0.0
         ends = "ends bit for bit where the uninterrupted run ends" if self.outcome == "pass" else self.reason
         return (
             f"{len(self.kills)} kills, {self.until_step} steps: {ends}; lost at most {max(lost, default=0)} steps; "
@@ -209,116 +209,135 @@ class Soaked:
 
 
 class Soak:
-    """Soaks into ``folder``, the run's."""
+    """Runs soaks into ``folder``, the run's."""
 
     def __init__(
-        self, folder: Path, adapter: Adapter, launcher: Launcher, *, aside: Launcher, sabotage: str | None = None
+        self,
+        folder: Path,
+        adapter: Adapter,
+        launcher: Launcher,
+        *,
+        reference_launcher: Launcher,
+        sabotage: str | None = None,
     ) -> None:
-        """Nothing is started yet. ``aside`` starts what nobody kills; ``sabotage`` is put into every life."""
-        self._folder, self._adapter, self._launcher, self._aside = folder, adapter, launcher, aside
+        """Nothing is started yet. ``reference_launcher`` starts uninterrupted legs; ``sabotage`` is installed in every attempt."""
+        self._folder, self._adapter, self._launcher, self._reference_launcher = (
+            folder,
+            adapter,
+            launcher,
+            reference_launcher,
+        )
         self._sabotage = sabotage
-        # Hundreds of checkpoints that nobody resumes from.
+        # These are hundreds of checkpoints, and nothing resumes from them.
         self._references = References(folder, keeps_disk=False)
 
-    def run(self, name: str, *, kills: int, seed: int, tell: Callable[[KillRecord, Kill], None]) -> Soaked:
+    def run(self, name: str, *, kills: int, seed: int, on_kill: Callable[[KillRecord, Kill], None]) -> SoakOutcome:
         """Soak one workload.
 
         Args:
             name: of :data:`WORKLOADS`.
             kills: how often it is killed.
             seed: of the draw.
-            tell: called with each kill when the life after it was judged.
+            on_kill: called with each kill once the next attempt was judged.
 
         Raises:
-            LifeError: the reference can't be made.
+            InconclusiveError: the reference can't be made.
         """
         workload = WORKLOADS[name]
         operations = self._operations(name, workload)
         drawn = draw(kills, seed, workload.steps_per_epoch, operations)
         until_step = max(kill.fault.after_step for kill in drawn) + _STEPS_AFTER_LAST
         training = Training(given=workload.given, until_step=until_step, save_steps=SAVE_STEPS)
-        reference = reference_of(training, self._folder, self._adapter, self._aside, self._references)
+        reference = reference_of(training, self._folder, self._adapter, self._reference_launcher, self._references)
         folder = self._folder / f"soak.{name}"
-        lives = Lives(training, reference, folder, self._folder, self._adapter, self._launcher, sabotage=self._sabotage)
-        story = _Story(name, training, lives, tell)
+        runner = AttemptRunner(
+            training, reference, folder, self._folder, self._adapter, self._launcher, sabotage=self._sabotage
+        )
+        sequence = _AttemptSequence(name, training, runner, on_kill)
         begun = time.monotonic()
-        outcome, reason = story.run(drawn)
+        outcome, reason = sequence.run(drawn)
         if outcome == "pass":
-            problems = story.survivors.problems(workload, until_step)
+            problems = sequence.survivors.problems(workload, until_step)
             outcome, reason = ("fail", "; ".join(problems)) if problems else (outcome, reason)
         seconds = time.monotonic() - begun
         if outcome == "pass":
             shutil.rmtree(folder)
-        return Soaked(
-            outcome=outcome, reason=reason, kills=tuple(story.kills), until_step=until_step, seconds_of_lives=seconds
+        return SoakOutcome(
+            outcome=outcome,
+            reason=reason,
+            kills=tuple(sequence.kills),
+            until_step=until_step,
+            seconds_of_attempts=seconds,
         )
 
     def _operations(self, name: str, workload: Workload) -> list[int]:
-        """How many file operations a save has, by rank: of a run that nobody kills."""
+        """The number of file operations of a save, by rank, counted in an uninterrupted run."""
         training = Training(given=workload.given, until_step=SAVE_STEPS + 1, save_steps=SAVE_STEPS)
-        reference = reference_of(training, self._folder, self._adapter, self._aside, self._references)
+        reference = reference_of(training, self._folder, self._adapter, self._reference_launcher, self._references)
         folder = self._folder / f"soak.{name}.counting"
-        lives = Lives(training, reference, folder, self._folder, self._adapter, self._aside)
+        runner = AttemptRunner(training, reference, folder, self._folder, self._adapter, self._reference_launcher)
         try:
-            life = lives.live("saving", restore_from=None, more={"tell_operations": True})
-        except RedError as error:
-            raise LifeError(f"a run that nobody killed: {error}") from error
+            attempt = runner.run_attempt("saving", restore_from=None, more={"tell_operations": True})
+        except ViolationError as error:
+            raise InconclusiveError(f"the uninterrupted run: {error}") from error
         shutil.rmtree(folder)
-        told = [event for event in life.evidence.events("operation", None) if event.data["save"] == SAVE_STEPS]
+        operations = [event for event in attempt.evidence.events("operation", None) if event.data["save"] == SAVE_STEPS]
         ranks = complete(workload.given, name).world_size
-        return [sum(event.rank == rank for event in told) for rank in range(ranks)]
+        return [sum(event.rank == rank for event in operations) for rank in range(ranks)]
 
 
-# A kill, the life that it ended (None where it went wrong), and the seconds that this took.
-_Before: TypeAlias = "tuple[Kill, Life | None, float]"
+# A kill, the attempt that it ended (None where it went wrong), and the seconds that this took.
+_Before: TypeAlias = "tuple[Kill, Attempt | None, float]"
 
 
-class _Story:
-    """The lives in their order, and what is told of them."""
+class _AttemptSequence:
+    """Runs the attempts in order, and records each kill with the attempt after it."""
 
-    def __init__(self, name: str, training: Training, lives: Lives, tell: Callable[[KillRecord, Kill], None]) -> None:
-        self._name, self._training, self._lives, self._tell = name, training, lives, tell
+    def __init__(
+        self, name: str, training: Training, runner: AttemptRunner, on_kill: Callable[[KillRecord, Kill], None]
+    ) -> None:
+        self._name, self._training, self._runner, self._on_kill = name, training, runner, on_kill
         self.kills: list[KillRecord] = []
-        self.survivors = Survivors()
+        self.survivors = SurvivingSteps()
 
     def run(self, drawn: Sequence[Kill]) -> tuple[Outcome, str]:
-        """Live all of them and the last one; stops at the first that is red."""
+        """Run an attempt per kill, and the last one to the end; stops at the first failure."""
         before: _Before | None = None
         for kill in [*drawn, None]:
             begun = time.monotonic()
             try:
-                life = self._live(kill, before)
-            except RedError as error:
-                own = kill is not None and error.is_of_the_kill
-                self._say((kill, None, time.monotonic() - begun) if kill and own else before, None, "fail", error)
+                attempt = self._live(kill, before)
+            except ViolationError as error:
+                own = kill is not None and error.is_about_the_kill
+                self._report((kill, None, time.monotonic() - begun) if kill and own else before, None, "fail", error)
                 return "fail", self._where(kill, error)
-            except LifeError as error:
-                self._say(before, None, "error", error)
+            except InconclusiveError as error:
+                self._report(before, None, "error", error)
                 return "error", self._where(kill, error)
-            self._say(before, life, "pass", None)
+            self._report(before, attempt, "pass", None)
             if kill is not None:
-                before = (kill, life, time.monotonic() - begun)
+                before = (kill, attempt, time.monotonic() - begun)
         return "pass", ""
 
-    def _live(self, kill: Kill | None, before: _Before | None) -> Life:
+    def _live(self, kill: Kill | None, before: _Before | None) -> Attempt:
         leg = "resumed-last" if kill is None else f"interrupted-{kill.number}"
-        life = self._lives.live(leg, restore_from=LATEST, fault=kill.fault if kill else None)
+        attempt = self._runner.run_attempt(leg, restore_from=LATEST, fault=kill.fault if kill else None)
         if before is not None and before[1] is not None:
-            lost = before[1].last_step - life.restored
+            lost = before[1].last_step - attempt.restored
             if lost > self._training.lost_at_most:
-                raise RedError(f"{lost} steps are lost, more than {self._training.lost_at_most}")
-        if life.last_step > life.restored:
-            self.survivors.add(life, life.evidence.trajectory)
-        self._lives.prune(_KEPT_CHECKPOINTS)
-        shutil.rmtree(life.evidence.folder)
-        return life
+                raise ViolationError(f"{lost} steps are lost, more than {self._training.lost_at_most}")
+        if attempt.last_step > attempt.restored:
+            self.survivors.add(attempt, attempt.evidence.trajectory)
+        self._runner.prune(_KEPT_CHECKPOINTS)
+        shutil.rmtree(attempt.evidence.folder)
+        return attempt
 
-    def _say(
+    def _report(
         self,
         before: _Before | None,
-        life: Life | None,
+        attempt: Attempt | None,
         outcome: Outcome,
-        error: RedError | LifeError | None,
+        error: ViolationError | InconclusiveError | None,
     ) -> None:
         if before is None:
             return
@@ -336,15 +355,17 @@ class _Story:
             what=kill.words,
             victims=kill.fault.victims,
             last_step=killed.last_step if killed else None,
-            resumed_at=life.restored if life else None,
-            lost_steps=killed.last_step - life.restored if killed and life else None,
+            resumed_at=attempt.restored if attempt else None,
+            lost_steps=killed.last_step - attempt.restored if killed and attempt else None,
             outcome=outcome,
             reason=str(error or ""),
             divergence=getattr(error, "divergence", None),
             seconds=seconds,
         )
         self.kills.append(record)
-        self._tell(record, kill)
+        self._on_kill(record, kill)
 
     def _where(self, kill: Kill | None, error: Exception) -> str:
-        return f"{'the last life' if kill is None else f'the life up to kill {kill.number} ({kill.words})'}: {error}"
+        return (
+            f"{'the last attempt' if kill is None else f'the attempt up to kill {kill.number} ({kill.words})'}: {error}"
+        )

@@ -1,9 +1,9 @@
 """The crash sweep: a save is killed before each of its file operations, on every rank, and the training resumed.
 
 For each mode a clean leg first records every change on disk that the save under test makes
-(:mod:`conformance.records.file_operations`). Each of them is then a point: a fresh copy of the disk, a leg that is killed
-right before that change, and a leg that resumes from LATEST and trains to the end. The other ranks are killed wherever they
-are when the one rank stands at its point.
+(:mod:`conformance.records.file_operations`). For each of these points the disk is copied afresh, a leg is killed right before
+that change, and another leg resumes from LATEST and trains to the end. The other ranks are killed wherever they are when the
+one rank pauses at its point.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from conformance.matrix.script import LegFault
-from conformance.records.file_operations import is_asked_for
+from conformance.records.file_operations import selects_operation
 from conformance.records.results import KillRecord, Outcome
 from conformance.running.adapter import Adapter
 from conformance.running.launching import Launcher
 from conformance.running.references import References
-from st.lives import LATEST, Life, LifeError, Lives, RedError, Reference, Training, reference_of
+from st.attempts import (
+    LATEST,
+    Attempt,
+    AttemptRunner,
+    InconclusiveError,
+    Reference,
+    Training,
+    ViolationError,
+    reference_of,
+)
 
 SAVE_STEPS = 3
 # The save that is killed, and the one that it may fall back to.
@@ -38,20 +47,20 @@ _GIVEN: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """One way to save. ``checkpoint`` is given beside the rest; ``prepare`` says what stands on the disk before."""
+    """One way to save. ``checkpoint`` is merged into ``given``; ``prepare`` names what is on the disk before."""
 
     title: str
     checkpoint: Mapping[str, Any]
     prepare: str = "earlier"
 
 
-# earlier: the checkpoint of step 3. dead save: and what a save of step 6 that was killed has left. same step: and a whole
-# checkpoint of step 6.
+# earlier: the checkpoint of step 3. dead save: also the rest of a killed save of step 6. same step: also a complete checkpoint
+# of step 6.
 MODES: Mapping[str, Mode] = {
-    "sync": Mode(title="a save that training waits for", checkpoint={}),
-    "async": Mode(title="a save beside training", checkpoint={"is_async": True}),
+    "sync": Mode(title="a synchronous save", checkpoint={}),
+    "async": Mode(title="a save in the background", checkpoint={"is_async": True}),
     "embedded": Mode(title="training state inside the DCP payload", checkpoint={"save_extra_state_per_rank": False}),
-    "leftovers": Mode(title="a save that clears what a dead one left", checkpoint={}, prepare="dead save"),
+    "leftovers": Mode(title="a save that clears the rest of a killed one", checkpoint={}, prepare="dead save"),
     "again": Mode(title="a step that is saved again after going back", checkpoint={}, prepare="same step"),
 }
 
@@ -65,13 +74,13 @@ class Point:
     what: str
 
 
-# A rank, and one of its changes: the number of it, or a name, which means the first that it matches.
-Asked = tuple[int, int | str]
+# A rank and one of its changes: a number, or a pattern, which selects the first match.
+PointRequest = tuple[int, int | str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Swept:
-    """What a sweep of one mode came to. ``points`` is how many there are, ``kills`` those that were tried."""
+class SweepOutcome:
+    """The outcome of a sweep of one mode. ``points`` is how many there are, ``kills`` those that were tried."""
 
     mode: str
     points: int
@@ -92,7 +101,7 @@ class Swept:
         red = sum(kill.outcome != "pass" for kill in self.kills)
         new = sum(kill.resumed_at == STEP for kill in self.kills)
         return (
-            f"{len(self.kills)} of {self.points} points tried, {red} red; resumed at step {STEP} {new} times, else at "
+            f"{len(self.kills)} of {self.points} points tried, {red} red; resumed at step {STEP} {new} times, otherwise at "
             f"{BEFORE}; lost at most {max(lost, default=0)} steps"
         )
 
@@ -103,33 +112,40 @@ class Sweep:
     def __init__(
         self, folder: Path, adapter: Adapter, launcher: Launcher, *, sabotage: str | None = None, keep: bool = False
     ) -> None:
-        """Nothing is started yet. ``keep`` keeps what green points leave too."""
+        """Nothing is started yet. ``keep`` keeps the files of points that pass, too."""
         self._folder, self._adapter, self._launcher = folder, adapter, launcher
         self._sabotage, self._keep = sabotage, keep
         # Several modes train the same reference.
         self._references = References(folder, keeps_disk=False)
 
     def run(
-        self, name: str, *, share: float, seed: int, jobs: int, only: Asked | None, tell: Callable[[KillRecord], None]
-    ) -> Swept:
+        self,
+        name: str,
+        *,
+        share: float,
+        seed: int,
+        jobs: int,
+        only: PointRequest | None,
+        on_point: Callable[[KillRecord], None],
+    ) -> SweepOutcome:
         """Sweep one mode.
 
         Args:
             name: of :data:`MODES`.
-            share: of the points that is tried, drawn by ``seed``; 1 is all of them.
+            share: of the points to try, drawn by ``seed``; 1 is all of them.
             seed: of the draw.
             jobs: points at a time.
-            only: this one alone.
-            tell: called with each point, in order.
+            only: the only point to try.
+            on_point: called with each point, in order.
 
         Raises:
-            LifeError: the reference, or what has to stand on the disk before, can't be made.
+            InconclusiveError: the reference, or the disk before the save, can't be made.
         """
         mode = MODES[name]
         given = {**_GIVEN, "checkpoint": {**_GIVEN["checkpoint"], **mode.checkpoint}}
         training = Training(given=given, until_step=STEP + 2, save_steps=SAVE_STEPS)
         reference = reference_of(training, self._folder, self._adapter, self._launcher, self._references)
-        # What stands on the disk before is saved by one that is waited for: it must be there, whenever it is killed.
+        # The disk before is made by synchronous saves, so that they are complete when their leg is killed.
         checkpoint = {**given["checkpoint"], "is_async": False}
         base = self._prepare(name, mode, replace(training, given={**given, "checkpoint": checkpoint}), reference)
         points = list(self._points(name, base, training, reference))
@@ -143,47 +159,51 @@ class Sweep:
             try:
                 for future in futures:
                     kills.append(future.result())
-                    tell(kills[-1])
+                    on_point(kills[-1])
             except BaseException:
-                # Ctrl-C: without this the points that wait would all be tried first.
+                # On Ctrl-C: without this all waiting points would be tried first.
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._launcher.stop()
                 raise
         if not self._keep:
             shutil.rmtree(base)
-        return Swept(mode=name, points=len(points), kills=tuple(kills))
+        return SweepOutcome(mode=name, points=len(points), kills=tuple(kills))
 
-    def _lives(self, folder: Path, training: Training, reference: Reference, *, sabotaged: bool = False) -> Lives:
+    def _runner(
+        self, folder: Path, training: Training, reference: Reference, *, sabotaged: bool = False
+    ) -> AttemptRunner:
         sabotage = self._sabotage if sabotaged else None
-        return Lives(training, reference, folder, self._folder, self._adapter, self._launcher, sabotage=sabotage)
+        return AttemptRunner(
+            training, reference, folder, self._folder, self._adapter, self._launcher, sabotage=sabotage
+        )
 
     def _prepare(self, name: str, mode: Mode, training: Training, reference: Reference) -> Path:
-        """Make the disk that every point begins with."""
+        """Make the disk that every point starts from."""
         folder = self._folder / f"sweep.{name}" / "base"
-        lives = self._lives(folder, training, reference)
+        runner = self._runner(folder, training, reference)
         try:
-            lives.live("saving", restore_from=None, fault=LegFault(kind="kill", after_step=STEP - 1))
+            runner.run_attempt("saving", restore_from=None, fault=LegFault(kind="kill", after_step=STEP - 1))
             if mode.prepare == "dead save":
                 fault = LegFault(kind="kill", after_step=STEP, moment="before_commit")
-                lives.live("interrupted", fault=fault)
+                runner.run_attempt("interrupted", fault=fault)
             elif mode.prepare == "same step":
-                lives.live("interrupted", fault=LegFault(kind="kill", after_step=STEP))
-        except RedError as error:
-            raise LifeError(f"the disk before the save can't be made: {error}") from error
+                runner.run_attempt("interrupted", fault=LegFault(kind="kill", after_step=STEP))
+        except ViolationError as error:
+            raise InconclusiveError(f"the disk before the save can't be made: {error}") from error
         return folder
 
     def _points(self, name: str, base: Path, training: Training, reference: Reference) -> Iterator[Point]:
-        """Every change on disk of the save under test, told by a leg that nobody kills."""
+        """Every change on disk of the save under test, recorded by an uninterrupted leg."""
         folder = self._folder / f"sweep.{name}" / "counting"
         shutil.copytree(base / "disk", folder / "disk", symlinks=True)
-        lives = self._lives(folder, training, reference)
+        runner = self._runner(folder, training, reference)
         try:
-            life = lives.live("saving", restore_from=f"global_step_{BEFORE}", more={"tell_operations": True})
-        except RedError as error:
-            raise LifeError(f"a save that nobody killed: {error}") from error
-        for event in life.evidence.events("operation", None):
+            attempt = runner.run_attempt("saving", restore_from=f"global_step_{BEFORE}", more={"tell_operations": True})
+        except ViolationError as error:
+            raise InconclusiveError(f"the uninterrupted save: {error}") from error
+        for event in attempt.evidence.events("operation", None):
             if event.data["save"] == STEP:
-                what = f"{event.data['what']} {_nameless(event.data['where'])}"
+                what = f"{event.data['what']} {_without_random_part(event.data['where'])}"
                 yield Point(rank=event.rank, operation=event.data["number"], what=what)
         shutil.rmtree(folder)
 
@@ -196,14 +216,14 @@ class Sweep:
         outcome: Outcome
         killed, resumed, outcome, reason, divergence = None, None, "pass", "", None
         try:
-            lives = self._lives(folder, training, reference, sabotaged=True)
-            killed = lives.live("interrupted", restore_from=f"global_step_{BEFORE}", fault=_fault(point))
-            resumed = lives.live("resumed", restore_from=LATEST)
+            runner = self._runner(folder, training, reference, sabotaged=True)
+            killed = runner.run_attempt("interrupted", restore_from=f"global_step_{BEFORE}", fault=_fault(point))
+            resumed = runner.run_attempt("resumed", restore_from=LATEST)
             _require_little_lost(training, killed, resumed)
-            _require_clean(lives)
-        except RedError as error:
+            _require_clean(runner)
+        except ViolationError as error:
             outcome, reason, divergence = "fail", str(error), error.divergence
-        except LifeError as error:
+        except InconclusiveError as error:
             outcome, reason = "error", str(error)
         if outcome == "pass" and not self._keep:
             shutil.rmtree(folder)
@@ -231,32 +251,34 @@ def _fault(point: Point) -> LegFault:
     return LegFault(kind="kill", after_step=STEP, moment="file_operation", rank=point.rank, operation=point.operation)
 
 
-def _choose(points: Sequence[Point], share: float, seed: int, only: Asked | None) -> list[Point]:
+def _choose(points: Sequence[Point], share: float, seed: int, only: PointRequest | None) -> list[Point]:
     if only is not None:
-        rank, asked = only
-        chosen = [item for item in points if item.rank == rank and is_asked_for(asked, item.operation, item.what)]
+        rank, operation = only
+        chosen = [
+            item for item in points if item.rank == rank and selects_operation(operation, item.operation, item.what)
+        ]
         if not chosen:
-            raise LifeError(f"the save has no file operation {asked} of rank {rank}")
+            raise InconclusiveError(f"the save has no file operation {operation} of rank {rank}")
         return chosen[:1]
     count = max(1, round(share * len(points)))
     drawn = sorted(random.Random(seed).sample(range(len(points)), count))
     return [points[place] for place in drawn]
 
 
-def _require_little_lost(training: Training, killed: Life, resumed: Life) -> None:
+def _require_little_lost(training: Training, killed: Attempt, resumed: Attempt) -> None:
     lost = killed.last_step - resumed.restored
     if lost > training.lost_at_most:
-        raise RedError(f"{lost} steps are lost, more than {training.lost_at_most}")
+        raise ViolationError(f"{lost} steps are lost, more than {training.lost_at_most}")
 
 
-def _require_clean(lives: Lives) -> None:
-    """The resumed training saved again, and what the killed save had left is gone."""
-    left = [path.name for path in (lives.checkpoints / ".staging").glob("*")]
+def _require_clean(runner: AttemptRunner) -> None:
+    """The resumed training saved again, and cleared what the killed save had left."""
+    left = [path.name for path in (runner.checkpoints / ".staging").glob("*")]
     if left:
-        raise RedError(f"left behind in .staging: {left}")
+        raise ViolationError(f"left behind in .staging: {left}")
 
 
-def _nameless(where: str) -> str:
+def _without_random_part(where: str) -> str:
     """A path without the random part of a staging directory's or a temporary's name, so that runs can be compared."""
     head, *rest = where.split("/")
     if head != ".staging" or not rest:
@@ -266,4 +288,4 @@ def _nameless(where: str) -> str:
     return "/".join([head, name, *rest[1:]])
 
 
-__all__ = ["MODES", "Asked", "Mode", "Point", "Sweep", "Swept"]
+__all__ = ["MODES", "Mode", "Point", "PointRequest", "Sweep", "SweepOutcome"]

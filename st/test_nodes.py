@@ -1,9 +1,8 @@
-"""torchrun's own restart: one rank is killed, the agent starts all ranks again by itself, and they resume by themselves.
+"""torchrun's own restart: one rank is killed, the agent restarts all ranks, and they resume without help of the harness.
 
-Nothing of the harness is in the ranks: the agent runs the trainer's own program, with LATEST from the very first start on.
-Each life of the ranks records into a folder of its own (``life_0``, ``life_1``), named after the count that the agent gives
-them. In one file the second life's steps would stand behind the first one's, and where both have a step one of the two
-would have to be passed over; so each life is read, and held against the reference, by itself.
+The agent runs the trainer's program, with LATEST from the first start on. Each attempt of the ranks records into a folder of
+its own (``attempt_0``, ``attempt_1``), named by the restart count that the agent passes. In one shared file the steps of both
+attempts would overlap; so each attempt is read, and compared with the reference, separately.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from conformance.matrix.given import complete
 from conformance.records.trajectory import Trajectory, read_trajectory, trajectory_path
 from conformance.running.adapter import Job, build_adapter
 from conformance.running.legs import LegPlan, run_leg
-from conformance.running.processes import QUIET, Hosts
+from conformance.running.processes import QUIET, LocalLauncher
 from st import processes
 from st.torchrun import free_port
 
@@ -39,8 +38,8 @@ _LAST_STEP = 25
 _KILLED_AFTER = 13
 _VICTIM = 2
 _SECONDS = 240.0
-# What each rank runs: the program, told where its life is recorded.
-_LIFE = ("sh", "-c", 'exec "$@" --trajectory.dir="$LIVES/life_$TORCHELASTIC_RESTART_COUNT"', "life")
+# The command of each rank: the program, with the folder that its attempt records into.
+_ATTEMPT = ("sh", "-c", 'exec "$@" --trajectory.dir="$ATTEMPTS/attempt_$TORCHELASTIC_RESTART_COUNT"', "attempt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,23 +54,23 @@ class _Run:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def life(self, number: int) -> Path:
-        return self.folder / f"life_{number}"
+    def attempt(self, number: int) -> Path:
+        return self.folder / f"attempt_{number}"
 
 
 @pytest.mark.cpu4
 @pytest.mark.timeout(600)
 def test_ranks_that_torchrun_restarts_resume_from_latest_and_end_where_nobody_was_killed(tmp_path: Path) -> None:
-    """One rank dies of SIGKILL; the second life of all begins behind the last save and is the reference's, bit for bit."""
+    """One rank dies of SIGKILL; the second attempt begins after the last save and equals the reference, bit for bit."""
     with _started(tmp_path) as run:
         _await_step(run, _KILLED_AFTER)
         assert _kill(run, _VICTIM) == -signal.SIGKILL
-        # With a rank dead nobody commits a save any more.
+        # With a dead rank no save is committed any more.
         resumed_at = _pointer(run)
-        assert run.agent.wait(timeout=_SECONDS) == 0, _told(run)
+        assert run.agent.wait(timeout=_SECONDS) == 0, _log_tails(run)
         assert processes.marked(run.token) == []
-    assert [path.name for path in sorted(tmp_path.glob("life_*"))] == ["life_0", "life_1"]
-    first, second = (read_trajectory(run.life(number), ranks=_RANKS) for number in (0, 1))
+    assert [path.name for path in sorted(tmp_path.glob("attempt_*"))] == ["attempt_0", "attempt_1"]
+    first, second = (read_trajectory(run.attempt(number), ranks=_RANKS) for number in (0, 1))
     assert resumed_at in (10, 20)
     assert _steps(first)[0] == {1}
     last = first.last_common_step()
@@ -79,21 +78,21 @@ def test_ranks_that_torchrun_restarts_resume_from_latest_and_end_where_nobody_wa
     assert last >= max(_KILLED_AFTER, resumed_at)
     assert _steps(second) == ({resumed_at + 1}, {_LAST_STEP})
     reference = _reference(tmp_path / "reference")
-    for life, begin, end in ((first, 1, last), (second, resumed_at + 1, _LAST_STEP)):
-        assert compare_trajectories(reference, life, begin, end).divergence is None
+    for attempt, begin, end in ((first, 1, last), (second, resumed_at + 1, _LAST_STEP)):
+        assert compare_trajectories(reference, attempt, begin, end).divergence is None
     assert _pointer(run) == _LAST_STEP
 
 
 @contextmanager
 def _started(folder: Path) -> Iterator[_Run]:
-    """Start the agent; whatever is left of it and its ranks is dead behind this."""
+    """Start the agent; on exit kill what is left of it and its ranks."""
     token = uuid.uuid4().hex
     paths = [str(_CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         **QUIET,
         processes.MARK: token,
-        "LIVES": str(folder),
+        "ATTEMPTS": str(folder),
         "PYTHONPATH": os.pathsep.join(paths),
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
@@ -124,24 +123,24 @@ def _command(folder: Path) -> tuple[str, ...]:
         *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
         *("--monitor-interval", "0.5"),
         *("--redirects", "3", "--log-dir", str(folder / "logs"), "--no-python"),
-        *(*_LIFE, sys.executable, *_TRAINER, str(_CHECKOUT / _CONFIG)),
+        *(*_ATTEMPT, sys.executable, *_TRAINER, str(_CHECKOUT / _CONFIG)),
         *(f"--checkpoint.checkpoint_dir={folder / 'checkpoints'}", "--checkpoint.restore_from=LATEST"),
         *(f"--training.max_steps={_LAST_STEP}", "--accelerator.device=cpu", "--trajectory.digests=true"),
     )
 
 
 def _await_step(run: _Run, step: int) -> None:
-    """Follow the records until every rank of the first life has finished ``step``."""
+    """Follow the records until every rank of the first attempt has finished ``step``."""
     deadline, finished = time.monotonic() + _SECONDS, [0] * _RANKS
     while min(finished) < step:
-        assert run.agent.poll() is None, _told(run)
-        assert time.monotonic() < deadline, f"only at steps {finished}; {_told(run)}"
+        assert run.agent.poll() is None, _log_tails(run)
+        assert time.monotonic() < deadline, f"only at steps {finished}; {_log_tails(run)}"
         time.sleep(0.01)
-        finished = [_lines(trajectory_path(run.life(0), rank)) for rank in range(_RANKS)]
+        finished = [_lines(trajectory_path(run.attempt(0), rank)) for rank in range(_RANKS)]
 
 
 def _lines(path: Path) -> int:
-    """How many whole lines, so how many finished steps, a life's file has; none where it is not there yet."""
+    """The number of complete lines (finished steps) in an attempt's file; 0 if it does not exist yet."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
@@ -161,9 +160,9 @@ def _kill(run: _Run, rank: int) -> int | None:
     return None
 
 
-def _steps(life: Trajectory) -> tuple[set[int | None], set[int | None]]:
+def _steps(attempt: Trajectory) -> tuple[set[int | None], set[int | None]]:
     """The first and the last steps of its ranks."""
-    return {life.first_step(rank) for rank in life.ranks}, {life.last_step(rank) for rank in life.ranks}
+    return {attempt.first_step(rank) for rank in attempt.ranks}, {attempt.last_step(rank) for rank in attempt.ranks}
 
 
 def _reference(folder: Path) -> Trajectory:
@@ -179,17 +178,17 @@ def _reference(folder: Path) -> Trajectory:
     )
     leg = folder / "leg"
     plan = LegPlan(key="reference", job=job, folder=leg, run=folder, disk=folder / "disk", limit_seconds=_SECONDS)
-    hosts = Hosts(folder)
+    launcher = LocalLauncher(folder)
     try:
-        record = run_leg(plan, build_adapter("hyper_resume"), hosts)
+        record = run_leg(plan, build_adapter("hyper_resume"), launcher)
     finally:
-        hosts.close()
+        launcher.close()
     assert (record.trouble, [end.exit_code for end in record.ranks]) == (None, [0] * _RANKS)
     return read_trajectory(leg, ranks=_RANKS)
 
 
-def _told(run: _Run) -> str:
-    """What the agent and the ranks said last."""
+def _log_tails(run: _Run) -> str:
+    """The ends of the logs of the agent and the ranks."""
     logs = [run.folder / "agent.log", *sorted((run.folder / "logs").rglob("std*.log"))]
     lines = [f"{log.relative_to(run.folder)}: {log.read_text(errors='replace')[-1500:]}" for log in logs]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Every scenario on every platform that requires it: one test each, its id and the platform in the test's name."""
+"""Every scenario on every platform that requires it: one test each, named by id and platform."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from conformance.matrix.case import Case
 from conformance.matrix.platforms import Platform
 from conformance.running.session import GOOD, Session, Work
 from st import running
-from st.presence import lacking
+from st.hardware import missing_hardware
 
-# A leg that hangs is ended by its own limit, and its scenario is red then; this is for a harness that hangs.
+# A leg that hangs is ended by its own limit, and its scenario fails; this limit is for a harness that hangs.
 _LIMIT_SECONDS = 3600
 
 
@@ -32,12 +32,12 @@ def _rows() -> list[ParameterSet]:
 def test_scenario(
     case: Case, platform: Platform, st_session: Callable[[Platform], Session], request: pytest.FixtureRequest
 ) -> None:
-    """The scenario comes to what its level asks for; a platform that is not there is told, never passed."""
-    reason = lacking(platform)
+    """The scenario has the outcome that its level demands; on a missing platform it is skipped with the reason."""
+    reason = missing_hardware(platform)
     if reason is not None:
-        told = f"unsupported: {case.id}: {reason}"
-        assert platform.id not in request.config.getoption("require"), f"--require {platform.id}: {told}"
-        pytest.skip(told)
+        message = f"unsupported: {case.id}: {reason}"
+        assert platform.id not in request.config.getoption("require"), f"--require {platform.id}: {message}"
+        pytest.skip(message)
     chosen = running.by(request.config.getoption("launcher"), case)
     session = st_session(platform)
     (result,) = session.run([Work(case=chosen)])

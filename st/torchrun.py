@@ -9,8 +9,8 @@ What this knows of them, it knows from the kernel:
 * whatever else a leg left behind carries the leg's mark in its environment.
 
 An agent that is to lose its ranks politely is stopped first (SIGSTOP), so that it neither reaps nor signals one of them before
-their ends are known, and gets its own SIGTERM when all of them have ended. One that is told itself to end passes that on, is
-stopped then, and only goes on when they have ended.
+their ends are known, and gets its own SIGTERM when all of them have ended. An agent that gets SIGTERM itself passes it on, is
+stopped then, and goes on only when its ranks have ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 
 from conformance.records.evidence import rank_log
 from conformance.records.results import RankEnd
-from conformance.running.launching import HostError, LegOrder, RunningLeg
+from conformance.running.launching import LauncherError, LegOrder, RunningLeg
 from conformance.running.processes import QUIET, rank_end
 from st import processes
 
@@ -44,7 +44,7 @@ _SEARCH_SECONDS = 0.05
 _MONITOR_SECONDS = 0.5
 _LOGS = "torchrun"
 _CLOSED = re.compile(r"[Ss]ending process (\d+) closing signal (\w+)")
-# How long an agent may take to pass a signal on: it looks for one twice a second at least.
+# How long an agent may take to pass a signal on; it polls at least twice a second.
 _PASSED_SECONDS = 20.0
 _FAILURE = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*(-?\d+)")
 
@@ -62,14 +62,14 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise HostError("no free port on 127.0.0.1 between 20000 and 32000")
+    raise LauncherError("no free port on 127.0.0.1 between 20000 and 32000")
 
 
 class Torchrun:
     """A :class:`conformance.running.processes.Launcher` that starts every leg under torchrun. Threads may share it."""
 
     def __init__(self) -> None:
-        """Begin to adopt orphans, for as long as this lives. No agent starts its ranks again: a leg is one life."""
+        """Begin to adopt orphans, for as long as this lives. Agents do not restart ranks: a leg is one attempt."""
         self._stack = ExitStack()
         self._stack.enter_context(processes.subreaper())
         self._lock = threading.Lock()
@@ -80,17 +80,17 @@ class Torchrun:
         """Start the agents, which start the ranks.
 
         Raises:
-            HostError: this is stopped.
+            LauncherError: this is stopped.
         """
         with self._lock:
             if self._is_stopped:
-                raise HostError("no leg is started any more")
+                raise LauncherError("no leg is started any more")
             leg = TorchrunLeg(order)
             self._legs = [*(other for other in self._legs if not other.is_cleared), leg]
         return leg
 
     def wait(self) -> None:
-        """Wait a moment."""
+        """Wait for one polling interval."""
         time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
@@ -99,10 +99,10 @@ class Torchrun:
             self._is_stopped = True
             legs = list(self._legs)
         for leg in legs:
-            leg.strike(range(len(leg.ranks)), signal.SIGKILL)
+            leg.send_signal(range(len(leg.ranks)), signal.SIGKILL)
 
     def close(self) -> None:
-        """Adopt no more."""
+        """Stop adopting orphans."""
         self._stack.close()
 
 
@@ -117,8 +117,8 @@ class TorchrunLeg:
         self._size = len(order.launches) // order.nodes
         self._token = uuid.uuid4().hex
         self.is_cleared = False
-        # What else was killed with an agent: it becomes this process's child, and is reaped in the end.
-        self._family: set[int] = set()
+        # Other processes that were killed with an agent: they become children of this process, which reaps them in the end.
+        self._adopted: set[int] = set()
         self._searched_at = 0.0
         self.ranks: list[TorchrunRank] = [TorchrunRank(self, rank) for rank in range(len(order.launches))]
         self.agents: list[Agent] = []
@@ -127,7 +127,7 @@ class TorchrunLeg:
             for node in range(order.nodes):
                 self.agents.append(self._start_agent(order, node, port))
         except BaseException:
-            self.strike(range(len(self.ranks)), signal.SIGKILL)
+            self.send_signal(range(len(self.ranks)), signal.SIGKILL)
             self.clear()
             raise
 
@@ -161,7 +161,7 @@ class TorchrunLeg:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # A Ctrl-C at the terminal reaches this process alone, which then ends the leg in its own way.
+                # So that a Ctrl-C at the terminal reaches this process only, which then ends the leg.
                 start_new_session=True,
             )
         return Agent(self, node, process)
@@ -170,30 +170,30 @@ class TorchrunLeg:
         """The ranks of a node."""
         return self.ranks[node * self._size : (node + 1) * self._size]
 
-    def strike(self, ranks: Sequence[int], number: signal.Signals) -> None:
-        """Signal these ranks; the agent of a node that loses all its ranks is killed first, or stopped until they ended."""
+    def send_signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
+        """Send a signal to these ranks. The agent of a node that loses all its ranks is killed first, or stopped until they ended."""
         wanted = set(ranks)
         for agent in self.agents:
             own = self.members(agent.node)
             if not all(rank.number in wanted for rank in own):
                 continue
             if number == signal.SIGKILL:
-                # Looked for first: the children of a dead agent are no descendants of it.
-                family = processes.descendants(agent.pid)
+                # Searched for first: the children of a dead agent are no longer its descendants.
+                adopted = processes.descendants(agent.pid)
                 agent.send(number)
-                for process in family:
+                for process in adopted:
                     processes.kill(process)
-                self._family.update(process.pid for process in family)
+                self._adopted.update(process.pid for process in adopted)
             else:
                 agent.freeze()
         for rank in wanted:
             self.ranks[rank].send(number)
 
-    def strike_launcher(self, node: int, number: signal.Signals) -> None:
-        """Signal an agent alone, and stop it as soon as it has told that each of its ranks got a signal.
+    def signal_launcher(self, node: int, number: signal.Signals) -> None:
+        """Send a signal to an agent alone, and stop the agent as soon as its log says that each rank got a signal.
 
         Raises:
-            HostError: it does not pass the signal on.
+            LauncherError: it does not pass the signal on.
         """
         self.search(now=True)
         agent = self.agents[node]
@@ -202,15 +202,15 @@ class TorchrunLeg:
         deadline = time.monotonic() + _PASSED_SECONDS
         while not wanted <= {int(pid) for pid, _ in _CLOSED.findall(self._log(node))}:
             if time.monotonic() > deadline:
-                raise HostError(f"the agent of node {node} did not pass {number.name} on to its ranks")
+                raise LauncherError(f"the agent of node {node} did not pass {number.name} on to its ranks")
             time.sleep(_POLL_SECONDS)
-        agent.freeze(was_told=True)
+        agent.freeze(was_signalled=True)
 
     def _log(self, node: int) -> str:
         return (self._folder / f"log_agent_{node}.txt").read_text(encoding="utf-8", errors="replace")
 
     def dump(self) -> None:
-        """Stop the agents, so that none of them ends a rank first, and make each rank write its stacks."""
+        """Stop the agents, so that they do not end a rank first, and make each rank write its stacks."""
         self.search(now=True)
         for agent in self.agents:
             agent.freeze()
@@ -218,14 +218,14 @@ class TorchrunLeg:
             rank.send(signal.SIGABRT)
 
     def clear(self) -> list[int]:
-        """Kill and reap whatever carries the leg's mark, and put each rank's output where it belongs."""
+        """Kill and reap every process with the leg's mark, and collect each rank's output into its log."""
         known = {process.pid for rank in self.ranks if (process := rank.process)} | {agent.pid for agent in self.agents}
-        known |= self._family
+        known |= self._adopted
         try:
             with _uninterrupted():
                 left = processes.sweep(self._token, known)
-        except processes.DeathNotProvedError as error:
-            raise HostError(str(error)) from error
+        except processes.DeathNotVerifiedError as error:
+            raise LauncherError(str(error)) from error
         self.is_cleared = True
         for agent in self.agents:
             agent.reap()
@@ -251,8 +251,8 @@ class TorchrunLeg:
                     self.ranks[number].process = process
 
     def reported(self, rank: int) -> RankEnd:
-        """The end of a rank that nobody saw, as its agent told it: by its own good end, in its report of failures, or as the
-        signal that it sent to end it.
+        """The end of a rank that this process did not see, from its agent: exit code 0 if the agent's is, otherwise the agent's
+        report of failures, or the signal that the agent sent.
         """
         agent = self.agents[rank // self._size]
         if agent.end is not None and agent.end.exit_code == 0:
@@ -262,8 +262,8 @@ class TorchrunLeg:
         process = self.ranks[rank].process
         if rank in codes:
             return rank_end(codes[rank])
-        told = {int(pid): name for pid, name in _CLOSED.findall(log)}
-        return RankEnd(exit_code=None, signal=told.get(process.pid) if process else None)
+        reported = {int(pid): name for pid, name in _CLOSED.findall(log)}
+        return RankEnd(exit_code=None, signal=reported.get(process.pid) if process else None)
 
 
 class Agent:
@@ -272,7 +272,7 @@ class Agent:
     def __init__(self, leg: TorchrunLeg, node: int, process: subprocess.Popen[bytes]) -> None:
         """``process`` was just started."""
         self._leg, self.node, self._process = leg, node, process
-        self._is_frozen = self._was_told = False
+        self._is_frozen = self._was_signalled = False
         self.end: RankEnd | None = None
 
     @property
@@ -281,10 +281,10 @@ class Agent:
         return self._process.pid
 
     def poll(self) -> RankEnd | None:
-        """How it ended. One that was stopped goes on to its own end as soon as all its ranks have ended."""
+        """How it ended. A stopped agent is continued as soon as all its ranks have ended."""
         if self._is_frozen and all(rank.is_over() for rank in self._leg.members(self.node)):
             self._is_frozen = False
-            if not self._was_told:
+            if not self._was_signalled:
                 self._process.send_signal(signal.SIGTERM)
             self._process.send_signal(signal.SIGCONT)
         code = self._process.poll()
@@ -296,10 +296,10 @@ class Agent:
         """Signal it, if it lives."""
         self._process.send_signal(number)
 
-    def freeze(self, *, was_told: bool = False) -> None:
-        """Stop it until its ranks have ended; one that ``was_told`` to end is not told again."""
+    def freeze(self, *, was_signalled: bool = False) -> None:
+        """Stop it until its ranks have ended; ``was_signalled``: it has its SIGTERM already."""
         if self._process.poll() is None:
-            self._is_frozen, self._was_told = True, was_told
+            self._is_frozen, self._was_signalled = True, was_signalled
             self._process.send_signal(signal.SIGSTOP)
 
     def reap(self) -> None:
@@ -318,23 +318,23 @@ class TorchrunRank:
         self._end: RankEnd | None = None
 
     def is_over(self) -> bool:
-        """True when it lives no more, whether its end could be read or not."""
+        """True when it has ended, whether or not its end could be read."""
         if self.poll() is not None:
             return True
         now = processes.read(self.process.pid) if self.process else None
         return self.process is not None and (now is None or now.start_ticks != self.process.start_ticks)
 
     def poll(self) -> RankEnd | None:
-        """How it ended: read by reaping it, or from the kernel before its agent reaps it, or from its agent's report."""
+        """How it ended: by reaping it, from the kernel before its agent reaps it, or from its agent's report."""
         if self._end is None:
             self._leg.search()
-            self._end = self._look()
+            self._end = self._read_end()
         return self._end
 
-    def _look(self) -> RankEnd | None:
+    def _read_end(self) -> RankEnd | None:
         now = processes.read(self.process.pid) if self.process else None
         if self.process is None or now is None or now.start_ticks != self.process.start_ticks:
-            # Not there yet, or not any more: only the end of its agent says which.
+            # Not started yet, or already reaped: only the end of its agent tells these apart.
             agent = self._leg.agents[self.number // len(self._leg.members(0))]
             return self._leg.reported(self.number) if agent.end is not None else None
         if not now.is_zombie:
@@ -352,10 +352,10 @@ class TorchrunRank:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back until the block is done: a sweep cut short would leave processes behind.
+    """Delay Ctrl-C and SIGTERM until the block is done: an interrupted sweep would leave processes behind.
 
-    Only the main thread is ever interrupted by them, so elsewhere nothing is done. A mask would not do: any other thread takes
-    the signal then, and the main one is interrupted all the same.
+    They interrupt the main thread only, so in other threads this does nothing. A signal mask would not do: another thread would
+    take the signal, and the main thread would be interrupted all the same.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import subprocess
@@ -92,3 +93,15 @@ def test_the_readmes_trainer_stopped_anywhere_ends_with_the_weights_of_the_unint
     whole, cut = ended.stdout.splitlines()
     assert whole == cut
     assert (tmp_path / "cut" / "checkpoints" / "global_step_30").is_dir()
+
+
+def test_tox_finds_exactly_the_environments_that_tox_ini_defines() -> None:
+    """tox takes a line ``WORD: ...`` of any setting for a condition on the environment WORD, and then lists WORD too."""
+    parser = configparser.ConfigParser(delimiters="=", comment_prefixes="#", interpolation=None)
+    parser.read(REPOSITORY / "tox.ini", encoding="utf-8")
+    defined = {name.removeprefix("testenv:") for name in parser.sections() if name.startswith("testenv:")}
+    assert "crash" in defined
+    assert {name.strip() for name in parser["tox"]["env_list"].split(",")} <= defined
+    lines = [line for section in parser.sections() for value in parser[section].values() for line in value.splitlines()]
+    conditions = [match.group(1) for line in lines if (match := re.match(r"\s*([\w.,{}!+-]+):(?:\s|$)", line))]
+    assert conditions == []

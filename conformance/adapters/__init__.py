@@ -1,1 +1,1 @@
-"""One file a trainer; their names are in :data:`conformance.running.adapter.ADAPTERS`."""
+"""One adapter per trainer under test; :data:`conformance.running.adapter.ADAPTERS` lists them."""

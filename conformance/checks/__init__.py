@@ -1,4 +1,4 @@
-"""All checks. A module that defines some is imported here, which files them in the registry."""
+"""The checks that a case may name, each a pure function from evidence to an outcome; importing this registers all of them."""
 
 from conformance.checks import certificates, endings, ordering, printing, ranks, restoring, saving, trajectories
 from conformance.checks.outcome import CHECKS, CheckOutcome, run_check

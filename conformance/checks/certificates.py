@@ -1,4 +1,4 @@
-"""Checks on what a trainer says of its own restore, bucket by bucket."""
+"""Checks on the restore certificate: what a trainer reports of its own restore, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def certifies(
     absent: tuple[Bucket, ...] = (),
     reasons: tuple[str, ...] = (),
 ) -> CheckOutcome:
-    """The certificate that rank 0 prints has these verdicts, one a bucket and the same on all ranks, and no other bucket.
+    """The certificate that rank 0 logs has these verdicts, one per bucket, and no other bucket.
 
     Args:
         evidence: of the case.
         leg: the leg that restored.
-        exact: buckets that came back as they were saved.
-        degraded: buckets that did not.
-        absent: buckets that were not asked for, or that neither side has.
-        reasons: words, each of which stands in some line.
+        exact: buckets restored as they were saved.
+        degraded: buckets restored differently.
+        absent: buckets that were not requested, or that neither side has.
+        reasons: texts, each of which must be in some line.
     """
     wanted = {
         bucket: word
@@ -39,10 +39,10 @@ def certifies(
         for bucket in buckets
     }
     if not wanted:
-        raise EvidenceError("no bucket is named: it could not have failed")
+        raise EvidenceError("no bucket is named, so the check could not have failed")
     lines = _certificate(evidence.leg(leg))
     found = [(match.group(1), match.group(2)) for line in lines if (match := _LINE.fullmatch(line))]
-    wrong = [bucket for bucket, word in wanted.items() if [word] != [told for name, told in found if name == bucket]]
+    wrong = [bucket for bucket, word in wanted.items() if [word] != [text for name, text in found if name == bucket]]
     strange = [bucket for bucket, _ in found if bucket not in wanted]
     unsaid = [words for words in reasons if not any(words in line for line in lines)]
     return verdict(
@@ -55,8 +55,8 @@ def certifies(
 
 def _certificate(leg: LegEvidence) -> list[str]:
     """The lines of the last certificate under its title."""
-    told = [event.data["message"] for event in leg.events("log", 0) if event.data["message"].startswith(_TITLE)]
-    return told[-1].splitlines()[1:] if told else []
+    certificates = [event.data["message"] for event in leg.events("log", 0) if event.data["message"].startswith(_TITLE)]
+    return certificates[-1].splitlines()[1:] if certificates else []
 
 
 def _listed(wanted: Mapping[Bucket, str]) -> str:

@@ -1,7 +1,7 @@
-"""Two trajectories held against each other.
+"""Compares two trajectories bit for bit.
 
-Values are compared by their bits, never within a tolerance: NaN equals the same NaN, 0.0 differs from -0.0. A
-comparison that could not have failed is an error, not a pass.
+There is no tolerance: NaN equals the same NaN, 0.0 differs from -0.0. A comparison that could not have failed is an error,
+not a pass.
 
 What is NOT checked here: that sample ids cover an epoch exactly once, and that a random stream which never moves was
 restored (such streams are named in the result instead).
@@ -19,7 +19,7 @@ from conformance.records.trajectory import Trajectory, TrajectoryRecord
 Value: TypeAlias = "int | float | str | tuple[int, ...] | tuple[float, ...] | None"
 Steps: TypeAlias = "Mapping[int, TrajectoryRecord]"
 
-# In causal order, because several columns usually differ from the same step on and the first one is blamed. Samples
+# In causal order: several columns usually differ from the same step on, and the first one names the bucket. Samples
 # and lr are chosen before a step computes anything. A random stream moves by itself: if it differs, it made the loss
 # differ, never the other way round. Loss and gradient norm are measured before the optimizer's state is updated, and
 # that state moves the weights last: moments lost at a restore leave loss and gradient norm of the first step untouched.
@@ -28,7 +28,7 @@ COLUMNS = ("samples", "lr", "rng", "loss", "grad_norm", "optimizer", "model")
 # The same with the digests of other stateful objects (a scaler, an average), which only some trainers have.
 ALL_COLUMNS = ("samples", "lr", "rng", "extras", "loss", "grad_norm", "optimizer", "model")
 
-# The verdict names the columns in the order in which people think of them.
+# The order in which a verdict lists the columns for a reader.
 VERDICT_COLUMNS = ("loss", "lr", "grad_norm", "samples", "model", "optimizer", "rng")
 
 # With the columns before it equal, a loss or gradient norm can differ only through the weights it was computed with.
@@ -62,11 +62,11 @@ def compare_trajectories(
     may_be_constant: Collection[str] = (),
     columns: Sequence[str] = COLUMNS,
 ) -> Comparison:
-    """Hold ``resumed`` against ``reference`` on every rank, for every step from ``first_step`` to ``last_step``.
+    """Compare ``resumed`` with ``reference`` on every rank, for every step from ``first_step`` to ``last_step``.
 
     Args:
-        reference: the leg that nobody interrupted.
-        resumed: the leg that is judged.
+        reference: the uninterrupted leg.
+        resumed: the leg under test.
         first_step: first global step compared, inclusive.
         last_step: last global step compared, inclusive.
         may_be_constant: columns that need not vary in the reference, as ``lr`` under a constant schedule.
@@ -108,7 +108,7 @@ def compare_trajectories(
 
 
 def bits(value: Value) -> object:
-    """A stand-in for ``value`` that is equal exactly when all bits are."""
+    """A key for ``value`` that is equal if and only if all bits are equal."""
     if isinstance(value, float):
         return struct.pack(">d", value)
     if isinstance(value, tuple):
@@ -126,7 +126,7 @@ def show(value: Value) -> str:
 
 
 def cells(record: TrajectoryRecord, column: str) -> dict[str, Value]:
-    """The parts of one column of a record, by the name a reader sees, in causal order.
+    """The values of one column of a record, by the name shown to readers, in causal order.
 
     Raises:
         ComparisonError: the record carries no digests and the column needs them.
@@ -159,7 +159,7 @@ def _by_step(trajectory: Trajectory, rank: int) -> Steps:
 
 
 def _complete(trajectory: Trajectory, rank: int, steps: range, name: str, digests: bool) -> Steps:
-    """The rank's records of ``steps``; every one must be there, with its digests where these are compared."""
+    """The rank's records of ``steps``; all must exist, with digests if these are compared."""
     records = _by_step(trajectory, rank)
     missing = [step for step in steps if step not in records]
     if missing:
@@ -175,7 +175,7 @@ def _ranges(steps: list[int]) -> str:
 
 
 def _require_variation(window: Mapping[int, Steps], columns: Sequence[str], may_be_constant: Collection[str]) -> None:
-    """A column that never changes would look right whatever a restore did with it."""
+    """A column that never changes would pass whatever a restore did with it."""
     for column in columns:
         if column in may_be_constant:
             continue
@@ -196,7 +196,7 @@ def _flat(record: TrajectoryRecord, column: str) -> Iterator[str]:
 
 
 def _require_own_streams(reference: Mapping[int, Steps]) -> None:
-    """Ranks that share one Python stream would hide that a rank was given another rank's."""
+    """If all ranks shared one Python stream, a restore of another rank's stream could not be seen."""
     if len(reference) < 2:
         return
     per_rank = [

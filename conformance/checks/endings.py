@@ -1,19 +1,19 @@
-"""Checks on how a leg ended and what it told on the way: faults, errors, log lines, callbacks."""
+"""Checks on how a leg ended and what it reported: faults, exit codes, errors, log lines, callbacks."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
-from conformance.records.evidence import Evidence, EvidenceError, LegEvidence, struck_otherwise
+from conformance.records.evidence import Evidence, EvidenceError, LegEvidence, unexpected_ends
 from conformance.records.results import RankEnd
 
 
 @CHECKS.register(needs=("fault.pause",))
 def fault_fired(evidence: Evidence, *, leg: str, signal: str | None = "SIGKILL") -> CheckOutcome:
-    """Who had to be at the fault's place was, and every victim died of this very signal (nothing: of a raised error).
+    """The fault fired: the ranks that had to reach it did, and each victim died of this signal (None: of a raised error).
 
-    What started the ranks of a node that were all killed died of it too; who was spared ended with an error.
+    The launcher of a node whose ranks were all killed died of it too; ranks that were not struck ended with an error.
     """
     found = evidence.leg(leg)
     fault = found.record.fault
@@ -23,9 +23,11 @@ def fault_fired(evidence: Evidence, *, leg: str, signal: str | None = "SIGKILL")
     if fault.reached_by != fault.awaited:
         raise EvidenceError(f"the fault did not fire: reached by ranks {list(fault.reached_by)}, ended with {ends}")
     raised = all(end.exit_code for end in found.record.ranks)
-    right = not struck_otherwise(found.record, signal) if signal else raised
-    spared = len(fault.struck) < len(ends)
-    wanted = f"ranks {list(fault.struck)}: {signal or 'a non-zero exit'}" + ("; the others an error" if spared else "")
+    right = not unexpected_ends(found.record, signal) if signal else raised
+    others_live = len(fault.struck) < len(ends)
+    wanted = f"ranks {list(fault.struck)}: {signal or 'a non-zero exit'}" + (
+        "; the others an error" if others_live else ""
+    )
     agents = "".join(f"; launcher {_end(end)}" for end in found.record.agents)
     return verdict(right, expected=wanted, observed=", ".join(ends) + agents, blames=None)
 
@@ -40,7 +42,7 @@ def exits(evidence: Evidence, *, leg: str, code: int | Literal["nonzero"] = 0) -
     found = evidence.leg(leg)
     ends = [end.exit_code for end in found.record.ranks]
     right = all(end not in (0, None) for end in ends) if code == "nonzero" else all(end == code for end in ends)
-    observed = f"exit codes {ends}" + (f"; {_told(found)}" if found.error else "")
+    observed = f"exit codes {ends}" + (f"; {_error_text(found)}" if found.error else "")
     return verdict(right, expected=f"exit code {code}", observed=observed, blames="policy")
 
 
@@ -48,7 +50,7 @@ def exits(evidence: Evidence, *, leg: str, code: int | Literal["nonzero"] = 0) -
 def fails_with(
     evidence: Evidence, *, leg: str, error: str, contains: tuple[str, ...] = (), within_seconds: float = 20.0
 ) -> CheckOutcome:
-    """Every rank ends with an error of this class (its own, or the builtin it derives from) and these words, soon."""
+    """Every rank ends with an error of this class (or derived from it) that contains these words, within the time."""
     found = evidence.leg(leg)
     if found.record.timed_out:
         raise EvidenceError(f"leg {leg} hung and was killed")
@@ -80,7 +82,7 @@ def logs(
     count: int | None = None,
     rank: int = 0,
 ) -> CheckOutcome:
-    """A log line with these words (nothing for ``count``: at least one; 0: none), of this level."""
+    """There are ``count`` log lines of this level with these words (None: at least one; 0: none)."""
     lines = [
         event.data["message"]
         for event in evidence.leg(leg).events("log", rank)
@@ -98,7 +100,7 @@ def logs(
 
 @CHECKS.register(needs=("events.log",))
 def warns(evidence: Evidence, *, leg: str, contains: str, count: int | None = None) -> CheckOutcome:
-    """A warning with these words."""
+    """There are ``count`` warnings with these words (None: at least one; 0: none)."""
     return logs(evidence, leg=leg, contains=contains, level="WARNING", count=count)
 
 
@@ -106,7 +108,7 @@ def warns(evidence: Evidence, *, leg: str, contains: str, count: int | None = No
 def callback_registered(
     evidence: Evidence, *, leg: str, registered: bool, name: str = "CheckpointerCallback"
 ) -> CheckOutcome:
-    """Whether the trainer has a callback of this class."""
+    """The trainer has (or has not) a callback of this class."""
     names = evidence.leg(leg).one_event("callbacks").data["names"]
     return verdict(
         (name in names) is registered,
@@ -129,7 +131,7 @@ def ends_at(evidence: Evidence, *, leg: str, global_step: int, epoch: int | None
     return verdict(
         right,
         expected=f"global_step {global_step}" + (f", epoch {epoch}" if epoch is not None else ""),
-        observed=f"(global_step, epoch) {ends}" if ends else _told(found),
+        observed=f"(global_step, epoch) {ends}" if ends else _error_text(found),
         blames="progress",
     )
 
@@ -138,15 +140,15 @@ def ends_at(evidence: Evidence, *, leg: str, global_step: int, epoch: int | None
 def value_is(
     evidence: Evidence, *, leg: str, name: str, equals: int | float | str | bool, rank: int = 0
 ) -> CheckOutcome:
-    """The last value that the leg told under this name (``dataset_reads``, ``open_file_handles``...)."""
+    """The last value that the leg reported under this name (``dataset_reads``, ``open_file_handles``...) is this."""
     values: list[Any] = [
         event.data["value"] for event in evidence.leg(leg).events("value", rank) if event.data["name"] == name
     ]
     if not values:
-        raise EvidenceError(f"leg {leg} told no value {name!r}")
+        raise EvidenceError(f"leg {leg} reported no value {name!r}")
     return verdict(values[-1] == equals, expected=f"{name} = {equals}", observed=f"{values[-1]}", blames="policy")
 
 
-def _told(leg: LegEvidence) -> str:
+def _error_text(leg: LegEvidence) -> str:
     error = leg.error
-    return f"{error.data['class']}: {error.data['message']}" if error else "it told no error"
+    return f"{error.data['class']}: {error.data['message']}" if error else "it reported no error"

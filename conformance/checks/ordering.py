@@ -1,4 +1,4 @@
-"""Checks on what comes when: the samples of one step, the shares of several ranks, saves in the background."""
+"""Checks on order: the samples of one step, the data shares of several ranks, saves in the background."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COMMITTED = "committed_"
 
 @CHECKS.register(needs=("trajectory.samples",))
 def sample_ids_are(evidence: Evidence, *, leg: str, step: int, ids: tuple[int, ...], rank: int = 0) -> CheckOutcome:
-    """The samples of one step are these, in this order: worked out by hand, not by a trainer."""
+    """The samples of one step are these, in this order (computed by hand, not by a trainer)."""
     found = [
         record.sample_ids for record in evidence.leg(leg).trajectory.records.get(rank, ()) if record.global_step == step
     ]
@@ -32,9 +32,9 @@ def shares_cover(
     epochs: tuple[int, ...],
     repeated: int = 0,
 ) -> CheckOutcome:
-    """Over all shares of the data, each epoch hands out every id, and ``repeated`` of them once more to fill the last share.
+    """Over all shares of the data, each epoch has every id, and ``repeated`` of them twice to fill the last share.
 
-    Each share is the joined legs of one data-parallel rank, in the order of their lives.
+    A share lists the legs of one data-parallel rank, in their order.
     """
     problems = []
     records = [record for legs in shares for record in joined(evidence, legs)]
@@ -69,14 +69,14 @@ def trains_steps(evidence: Evidence, *, leg: str, steps: tuple[int, ...]) -> Che
 
 @CHECKS.register(needs=("events.saved", "events.value"))
 def saves_in_background(evidence: Evidence, *, leg: str, steps: tuple[int, ...]) -> CheckOutcome:
-    """These saves were finished beside training, each before the next save began and before training ended.
+    """These saves finished while training went on, each before the next save began and before training ended.
 
-    Needs ``hold_saves`` in the leg's ``given``, so that a save takes longer than the steps behind it.
+    Needs ``hold_saves`` in the leg's ``given``, so that a save takes longer than the steps after it.
     """
     found = evidence.leg(leg)
     order = _order(found)
     if not steps or not any(name.startswith("committed") for name, _ in order):
-        raise EvidenceError(f"leg {leg}: no save was held back, so nothing could have been seen (hold_saves)")
+        raise EvidenceError(f"leg {leg}: no save was held back (hold_saves), so the check could not have failed")
     saved = [step for name, step in order if name == "saved"]
     problems = []
     for step in steps:
@@ -98,14 +98,14 @@ def saves_in_background(evidence: Evidence, *, leg: str, steps: tuple[int, ...])
         problems.append(f"saved {saved}")
     return verdict(
         not problems,
-        expected=f"steps {list(steps)}: finished beside training, one after the other, before the end",
+        expected=f"steps {list(steps)}: finished while training went on, one after the other, before the end",
         observed="; ".join(problems) or "so it is",
         blames="storage",
     )
 
 
 def _order(leg: LegEvidence) -> list[tuple[str, int]]:
-    """What rank 0 told of its saves and its end, in order."""
+    """The saves and the end that rank 0 recorded, in order."""
     order = []
     for event in leg.all_events:
         if event.rank != 0:

@@ -1,4 +1,4 @@
-"""What a check answers, and the registry that YAML picks from."""
+"""The outcome of a check, the registry of checks, and how one is run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from conformance.records.results import CheckRecord
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOutcome:
-    """``error`` means that nothing was shown, neither way. ``blames`` is the bucket to look at when it failed."""
+    """``error`` means neither passed nor failed. ``blames`` is the bucket that a failure is attributed to."""
 
     status: Literal["passed", "failed", "error"]
     expected: str
@@ -31,7 +31,7 @@ CHECKS: Registry[Callable[..., CheckOutcome]] = Registry("check")
 def verdict(
     right: bool, *, expected: str, observed: str, blames: str | None, divergence: Divergence | None = None
 ) -> CheckOutcome:
-    """``passed`` when ``right``, else ``failed``."""
+    """``passed`` if ``right``, otherwise ``failed``."""
     return CheckOutcome(
         status="passed" if right else "failed",
         expected=expected,
@@ -44,13 +44,13 @@ def verdict(
 def run_check(
     name: str, parameters: Mapping[str, Any], evidence: Evidence, *, blames: str | None = None
 ) -> CheckRecord:
-    """Run one check. Whatever goes wrong inside it makes its status ``error``, never ``passed``.
+    """Run one check. Any exception inside it makes its status ``error``, never ``passed``.
 
     Args:
         name: of the registry.
         parameters: typed, as :meth:`conformance.plain_data.registry.Registry.parameters` returns them.
         evidence: of one case.
-        blames: what a failure blames instead of the check's own choice.
+        blames: the bucket that a failure is attributed to, instead of the check's own.
     """
     function = CHECKS.entries[name].function
     try:

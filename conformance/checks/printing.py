@@ -1,6 +1,6 @@
-"""Checks on what a person sees: log lines in their order, and the terminal.
+"""Checks on log lines in their order, and on the terminal.
 
-What is looked for is written as the specification writes it (3.4): ``...`` stands for anything.
+Expected lines are written as in the specification (3.4): ``...`` stands for any text.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _LINE_END = re.compile(r"[\r\n]+")
 
 @CHECKS.register(needs=("events.log",))
 def logs_in_order(evidence: Evidence, *, leg: str, lines: tuple[str, ...], rank: int = 0) -> CheckOutcome:
-    """These whole log lines come, each somewhere behind the one before. ``...`` in one stands for anything."""
+    """These log lines come in this order, each as a whole line; other lines may be between them. ``...`` stands for any text."""
     if not lines:
-        raise EvidenceError("no line to look for: it could not have failed")
+        raise EvidenceError("no line is given, so the check could not have failed")
     found = [event.data["message"] for event in evidence.leg(leg).events("log", rank)]
     place = 0
     for wanted in lines:
@@ -35,9 +35,9 @@ def logs_in_order(evidence: Evidence, *, leg: str, lines: tuple[str, ...], rank:
 
 @CHECKS.register()
 def prints(evidence: Evidence, *, leg: str, line: str, rank: int = 0) -> CheckOutcome:
-    """The rank's terminal showed this line, also if only until the next carriage return. ``...`` stands for anything.
+    """The rank's terminal showed this text, also if only until the next carriage return. ``...`` stands for any text.
 
-    The line may have more in front of it and behind it.
+    It may be a part of a line.
     """
     path = rank_log(evidence.leg(leg).folder, rank)
     if not path.is_file():

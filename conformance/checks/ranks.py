@@ -1,4 +1,4 @@
-"""Checks on several ranks side by side: who has the same samples and random streams, and who has none of another's."""
+"""Checks across ranks: which ranks have the same samples and random streams, and which share none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
 from conformance.records.evidence import Evidence, EvidenceError
 from conformance.records.trajectory import TrajectoryRecord
 
-_BLAMED = {"samples": "train_dataloader", "rng": "rng_state"}
+_BUCKET_OF_COLUMN = {"samples": "train_dataloader", "rng": "rng_state"}
 
 
 @CHECKS.register(needs=("trajectory.samples", "ranks.many"))
@@ -30,7 +30,7 @@ def ranks_share(
             f"groups {[list(group) for group in groups]} are not the ranks {sorted(records)}, each once"
         )
     if len(groups) < 2 and len(groups[0]) < 2:
-        raise EvidenceError("a single rank shares with nobody: it could not have failed")
+        raise EvidenceError("a single rank shares with no other, so the check could not have failed")
     steps = {rank: [record.global_step for record in own] for rank, own in records.items()}
     if not steps[0] or any(own != steps[0] for own in steps.values()):
         raise EvidenceError(f"leg {leg}: the ranks trained different steps, or none: {steps}")
@@ -40,7 +40,7 @@ def ranks_share(
         not problem,
         expected=f"{column} of steps {steps[0][0]}..{steps[0][-1]} shared within {[list(group) for group in groups]} only",
         observed=problem or "so it is",
-        blames=_BLAMED[column],
+        blames=_BUCKET_OF_COLUMN[column],
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks on what a restore brought back: where it stands, and every entry of every bucket."""
+"""Checks on what a restore brought back: the position of training, and every entry of every bucket."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ def bucket_equals(
         leg: the leg that restored.
         saved_by: the leg that saved.
         step: of the save.
-        buckets: compared in this order; the first that differs is blamed.
-        at: the moment of ``leg`` that is compared instead: ``built`` (before the restore), ``begin``, ``saved`` (with
+        buckets: compared in this order; a failure is attributed to the first that differs.
+        at: another moment of ``leg`` to compare: ``built`` (before the restore), ``begin``, ``saved`` (with
             ``at_step``), ``end``.
         at_step: which save, for ``at: saved``.
         entries: a glob over entry names; only those are compared.
         nonzero: globs; each must match an entry, and none of what it matches may be all zeros.
-        may_be_as_built: buckets that may be the same before the restore, where a restore could not have been seen.
+        may_be_as_built: buckets that may already be equal before the restore (otherwise that is an error).
     """
     if not evidence.leg(saved_by).events("saved"):
         raise EvidenceError(f"leg {saved_by} saved nothing")
@@ -118,7 +118,7 @@ def bucket_equals(
         for bucket in buckets:
             wanted = _chosen(expected, bucket, entries)
             if bucket not in may_be_as_built and wanted == _chosen(built, bucket, entries):
-                raise EvidenceError(f"{bucket} is the same before the restore: it could not have been seen")
+                raise EvidenceError(f"{bucket} is the same before the restore, so the check could not have failed")
             _require_nonzero(expected, bucket, nonzero)
             compared += len(wanted)
             first = first_difference(wanted, _chosen(found, bucket, entries), bucket, step, rank)
@@ -149,7 +149,7 @@ def bucket_differs(
     at: Moment = "restored",
     at_step: int | None = None,
 ) -> CheckOutcome:
-    """Each bucket is NOT what ``saved_by`` held at ``step`` (it was left alone on purpose)."""
+    """Each bucket is NOT what ``saved_by`` held at ``step`` (it was not restored, on purpose)."""
     expected = snapshot(evidence.leg(saved_by), "saved", step, 0)
     found = snapshot(evidence.leg(leg), at, at_step, 0)
     equal = [bucket for bucket in buckets if _chosen(expected, bucket, "*") == _chosen(found, bucket, "*")]
@@ -170,7 +170,7 @@ def bucket_as_built(
     entries: str = "*",
     at: Literal["begin", "refused"] = "begin",
 ) -> CheckOutcome:
-    """The restore left each bucket as it was built, on every rank. ``at: refused``: the restore that was refused did."""
+    """The restore left each bucket as it was built, on every rank. ``at: refused``: after a restore that was refused."""
     judged = evidence.leg(leg)
     if at == "refused" and judged.events("begin", None):
         return verdict(False, expected="training does not begin", observed="it began", blames="storage")
@@ -196,7 +196,7 @@ def bucket_as_built(
 def dtype_kept(
     evidence: Evidence, *, leg: str, saved_by: str, step: int, entries: str = "*", dtype: str | None = None
 ) -> CheckOutcome:
-    """Every optimizer entry has the type and shape that it was saved with (``dtype``: and some have this one)."""
+    """Every optimizer entry has the dtype and shape that it was saved with (``dtype``: and at least one has this one)."""
     judged = evidence.leg(leg)
     if not judged.events("restored"):
         return verdict(False, expected="a restore", observed=_why_not(judged), blames="optimizer")
@@ -220,7 +220,7 @@ def snapshot(leg: LegEvidence, at: str, step: int | None, rank: int) -> Mapping[
     """The state of every bucket at a moment of a leg: bucket -> entry -> text (type, shape, digest; or a plain value).
 
     Raises:
-        EvidenceError: the leg never came there.
+        EvidenceError: the leg never reached that moment.
     """
     events = leg.events(_EVENT_OF[at], rank)
     if step is not None:
@@ -261,7 +261,7 @@ def _require_nonzero(buckets: Mapping[str, Mapping[str, str]], bucket: str, patt
     for pattern in patterns:
         zeros = [name for name, text in _chosen(buckets, bucket, pattern).items() if text.endswith(" zero")]
         if zeros:
-            raise EvidenceError(f"{zeros[0]} was all zeros when it was saved: losing it could not have been seen")
+            raise EvidenceError(f"{zeros[0]} was all zeros when it was saved, so the check could not have failed")
 
 
 def _matched(leg: LegEvidence, step: int, buckets: tuple[Bucket, ...], pattern: str) -> bool:

@@ -12,7 +12,7 @@ from conformance.records.evidence import Evidence, EvidenceError
 
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]*)")
 _POINTER = "latest_checkpoint_iteration.txt"
-# What a run leaves that saves there, even when it has nothing to save: who it was, and what it restored.
+# What a run writes even when it saves nothing: its lock, and the certificate of its restore.
 _LEFT_BY_RUNS = (".writer.lock", "certificates")
 Listing = Mapping[str, tuple[int, str, int]]
 
@@ -64,19 +64,19 @@ def disk_steps(evidence: Evidence, *, leg: str, steps: tuple[int, ...], folder: 
 
 @CHECKS.register(needs=("disk.dcp",))
 def pointer_is(evidence: Evidence, *, leg: str, step: int | None) -> CheckOutcome:
-    """After the leg the pointer names this step (nothing: there is no pointer)."""
+    """After the leg the pointer names this step (None: there is no pointer)."""
     found = evidence.leg(leg)
     record = found.record
-    told = None
+    pointer = None
     if f"{record.checkpoint_dir}/{_POINTER}" in found.disk_after:
-        told = (found.folder / "pointer_after.txt").read_text(encoding="utf-8").strip()
+        pointer = (found.folder / "pointer_after.txt").read_text(encoding="utf-8").strip()
     wanted = None if step is None else str(step)
-    return verdict(told == wanted, expected=f"pointer {wanted}", observed=f"pointer {told}", blames="storage")
+    return verdict(pointer == wanted, expected=f"pointer {wanted}", observed=f"pointer {pointer}", blames="storage")
 
 
 @CHECKS.register(needs=("events.saved",))
 def not_saved_again(evidence: Evidence, *, leg: str) -> CheckOutcome:
-    """The leg saved nothing, and all is byte for byte and to the nanosecond what it was, but for the lock and certificates."""
+    """The leg saved nothing, and no file's bytes or time changed, except the lock and the certificates."""
     found = evidence.leg(leg)
     saved = [event.data["global_step"] for event in found.events("saved", None)]
     own = tuple(f"{found.record.checkpoint_dir}/{name}" for name in _LEFT_BY_RUNS)
@@ -95,7 +95,7 @@ def not_saved_again(evidence: Evidence, *, leg: str) -> CheckOutcome:
 
 @CHECKS.register()
 def nothing_changed_on_disk(evidence: Evidence, *, leg: str) -> CheckOutcome:
-    """Not one file below the case's disk folder was made, removed or written by the leg."""
+    """The leg created, removed or wrote no file below the case's disk folder."""
     found = evidence.leg(leg)
     changed = _changes(found.disk_before, found.disk_after)
     return verdict(
@@ -121,7 +121,7 @@ def on_disk(
         if name.startswith(f"{found.record.checkpoint_dir}/")
     ]
     if not paths and not absent:
-        raise EvidenceError("neither paths nor absent: it could not have failed")
+        raise EvidenceError("neither paths nor absent is given, so the check could not have failed")
     missing = [pattern for pattern in paths if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
     strange = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in absent)]
     return verdict(
@@ -138,13 +138,13 @@ def operations_in_order(
 ) -> CheckOutcome:
     """The changes on disk of a save come in this order: each of ``order`` (``fsync .staging/*/manifest.json``) before the next.
 
-    Of several that match, the last one before the next of ``order`` counts; but no ``create`` or ``write`` may come later at
-    all. The leg has ``given.tell_operations``.
+    Of several that match, the last one before the next of ``order`` counts. No ``create`` or ``write`` of ``order`` may come
+    again later. The leg needs ``given.tell_operations``.
     """
-    told = [event.data for event in evidence.leg(leg).events("operation", rank) if event.data["save"] == save]
-    if not told or len(order) < 2:
-        raise EvidenceError("no operation was told" if not told else "an order has two or more")
-    done = [f"{item['what']} {item['where']}" for item in told]
+    operations = [event.data for event in evidence.leg(leg).events("operation", rank) if event.data["save"] == save]
+    if not operations or len(order) < 2:
+        raise EvidenceError("no operation was recorded" if not operations else "an order has two or more")
+    done = [f"{item['what']} {item['where']}" for item in operations]
     end, wrong = len(done), ""
     for pattern in reversed(order):
         matching = [place for place, operation in enumerate(done) if fnmatch.fnmatchcase(operation, pattern)]
@@ -166,16 +166,15 @@ def operations_in_order(
 def buckets_on_disk(
     evidence: Evidence, *, look: str, present: tuple[str, ...] = (), absent: tuple[str, ...] = ()
 ) -> CheckOutcome:
-    """The step directory that was looked at holds exactly... at least ``present`` and nothing of ``absent``.
+    """The step directory of a look holds at least one entry of each of ``present``, and none of ``absent``.
 
-    Each is a bucket (``optimizer``) or ``bucket/glob over its entries`` (``model/hidden.*``). What is looked for and must
-    be there has at least one entry.
+    Each is a bucket (``optimizer``) or ``bucket/glob over its entries`` (``model/hidden.*``).
     """
     record = evidence.looks.get(look)
     if record is None or record.problem:
         raise EvidenceError(f"look {look}: {record.problem if record else 'was not taken'}")
     if not present and not absent:
-        raise EvidenceError("neither present nor absent: it could not have failed")
+        raise EvidenceError("neither present nor absent is given, so the check could not have failed")
     missing = [name for name in present if not _entries(record.found, name)]
     strange = [name for name in absent if _entries(record.found, name)]
     blamed = (missing or strange or ["storage"])[0].partition("/")[0]

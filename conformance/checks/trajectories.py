@@ -1,4 +1,4 @@
-"""Checks on the records of steps: equal to the reference, complete data, a learning rate that goes on."""
+"""Checks on the records of steps: equal to the reference, complete epochs, a learning rate that continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from conformance.records.trajectory import TrajectoryRecord
 Column = Literal["samples", "lr", "rng", "extras", "loss", "grad_norm", "optimizer", "model"]
 _ALWAYS: tuple[Column, ...] = ("samples", "lr", "rng", "loss", "grad_norm", "optimizer", "model")
 _NUMBERS = ("lr", "loss", "grad_norm")
-# A calibrated bound is this many times what two clean reference legs differ by.
+# A calibrated bound is this multiple of the difference between two clean reference legs.
 _SLACK = 4.0
 
 
@@ -31,12 +31,12 @@ def trajectory_equals(
     constant: tuple[Column, ...] = (),
     still: tuple[str, ...] = (),
 ) -> CheckOutcome:
-    """Every column of every step from ``steps[0]`` to ``steps[1]`` is the reference's, on every rank.
+    """Every column of every step from ``steps[0]`` to ``steps[1]`` equals the reference's, on every rank.
 
     ``constant`` are columns that need not vary in the reference; ``still`` random streams that need not move
     (``torch_cpu``, ``python``, ``numpy``). ``exact`` needs two reference legs that agree bit for bit. With a number, or
     ``calibrated``, only lr, loss and grad_norm may be compared, by relative difference. ``device`` is ``exact`` where the
-    device repeats its bits, which a CPU must, and else ``calibrated`` on the columns that can be.
+    device is reproducible (a CPU must be), otherwise ``calibrated`` on the columns that allow it.
     """
     reference, judged = evidence.leg(against), evidence.leg(leg)
     calibration = evidence.calibrations.get(against)
@@ -54,7 +54,7 @@ def trajectory_equals(
     )
     unmoved = [name for name in comparison.unmoved_streams if name.removeprefix("rng.") not in still]
     if unmoved:
-        raise EvidenceError(f"{', '.join(unmoved)} never moves in {against}: comparing it could not have failed")
+        raise EvidenceError(f"{', '.join(unmoved)} never moves in {against}: so the check could not have failed")
     return _of_comparison(comparison, against)
 
 
@@ -109,12 +109,12 @@ def _within(
                         blames=first.bucket,
                         divergence=first,
                     )
-    told = ", ".join(f"{column} {bound:g}" for column, bound in bounds.items())
-    return verdict(True, expected=f"steps {steps[0]}..{steps[1]} within {told}", observed="they are", blames=None)
+    limits = ", ".join(f"{column} {bound:g}" for column, bound in bounds.items())
+    return verdict(True, expected=f"steps {steps[0]}..{steps[1]} within {limits}", observed="they are", blames=None)
 
 
 def _device(leg: LegEvidence) -> str:
-    """What the leg trained on, as its job says."""
+    """The device that the leg trained on, from its job."""
     job = json.loads((leg.folder / JOB_NAME).read_text(encoding="utf-8"))
     return str(job["given"]["device"])
 
@@ -129,7 +129,7 @@ def _require_movement(reference: LegEvidence, columns: Sequence[str]) -> None:
         seen = {bits(value) for records in reference.trajectory.records.values() for record in records
                 for value in cells(record, column).values()}  # fmt: skip
         if len(seen) < 2:
-            raise EvidenceError(f"{column} never moves in {reference.record.leg}: comparing it could not have failed")
+            raise EvidenceError(f"{column} never moves in {reference.record.leg}: so the check could not have failed")
 
 
 def _first_apart(expected: TrajectoryRecord, found: TrajectoryRecord, column: str, bound: float) -> Divergence | None:

@@ -1,1 +1,1 @@
-"""From evidence to the outcome of a case, and a whole run judged again from its records."""
+"""Turns the evidence of a case into its outcome, and judges a whole run again from its records."""

@@ -1,8 +1,8 @@
-"""From evidence to the outcome of a case. Pure, so a run can be judged again from its records alone.
+"""Turns the evidence of a case into its outcome. Pure, so a run can be judged again from its records alone.
 
 1. Harness trouble (a leg whose own code is broken, a fault on disk that did nothing) is ``error``: nothing was shown.
 2. Each leg ends as the script says: by its fault, or by itself with exit code 0 unless a check says otherwise.
-3. The case's own checks. One that failed makes the case ``fail``; else one that could not judge makes it ``error``.
+3. The case's own checks. If one failed, the case is ``fail``; otherwise, if one could not judge, it is ``error``.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from conformance.checks import run_check
 from conformance.matrix.case import Case
 from conformance.matrix.script import LegStep
-from conformance.records.evidence import Evidence, LegEvidence, struck_otherwise
+from conformance.records.evidence import Evidence, LegEvidence, unexpected_ends
 from conformance.records.results import CheckRecord, Outcome
 
 _ENDS = "ends_as_scripted"
-# Checks that say themselves how a leg ends.
+# Checks that state how a leg has to end.
 _ENDING_CHECKS = ("exits", "fails_with", "ends_at")
 _FAULT_SIGNALS = {"kill": "SIGKILL", "terminate": "SIGTERM"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a case came to. ``blamed`` is the bucket of the first failed check that names one."""
+    """The outcome of a case, with its reason and checks. ``blamed`` is the bucket of the first failed check that names one."""
 
     outcome: Outcome
     reason: str
@@ -32,7 +32,7 @@ class Verdict:
 
 
 def judge(case: Case, evidence: Evidence) -> Verdict:
-    """Judge one case by what it left behind."""
+    """Judge one case by its evidence."""
     trouble = _trouble(case, evidence)
     if trouble is not None:
         return Verdict(outcome="error", reason=trouble, checks=(), blamed=None)
@@ -89,19 +89,19 @@ def _reached(leg: LegEvidence) -> bool:
 
 
 def _ending(case: Case, step: LegStep, evidence: Evidence) -> CheckRecord | None:
-    """The unwritten expectation on how a leg ends, as a check record; None where it holds."""
+    """The implicit expectation on how a leg ends, as a failed check; None where it holds."""
     leg = evidence.legs[step.leg]
-    told = any(row.check in _ENDING_CHECKS and row.parameters.get("leg") == step.leg for row in case.expect)
+    has_ending_check = any(row.check in _ENDING_CHECKS and row.parameters.get("leg") == step.leg for row in case.expect)
     if leg.record.timed_out:
         return _broken_ending(step, "it ends", f"it hung and was killed after {leg.record.seconds:.0f} s")
     if step.fault is None:
-        if told or _ended_well(leg):
+        if has_ending_check or _ended_well(leg):
             return None
         return _broken_ending(step, "exit code 0", _how(leg))
     wanted = _FAULT_SIGNALS.get(step.fault.kind)
     if not _reached(leg):
         return _broken_ending(step, f"it comes to its fault after step {step.fault.after_step}", _how(leg))
-    if wanted and not told and (found := struck_otherwise(leg.record, wanted)):
+    if wanted and not has_ending_check and (found := unexpected_ends(leg.record, wanted)):
         return _broken_ending(step, f"every victim dies of {wanted}, and the others end with an error", found)
     return None
 
@@ -124,6 +124,6 @@ def _ended_well(leg: LegEvidence) -> bool:
 
 def _how(leg: LegEvidence) -> str:
     ends = [end.signal or f"exit code {end.exit_code}" for end in leg.record.ranks]
-    told = f"; {leg.error.data['class']}: {leg.error.data['message']}" if leg.error else ""
+    error = f"; {leg.error.data['class']}: {leg.error.data['message']}" if leg.error else ""
     hung = "hung; " if leg.record.timed_out else ""
-    return f"{hung}{', '.join(sorted(set(ends)))}{told}"
+    return f"{hung}{', '.join(sorted(set(ends)))}{error}"

@@ -22,7 +22,7 @@ from conformance.records.results import (
 
 @dataclass(frozen=True, kw_only=True)
 class Rejudged:
-    """One case: the outcome that stands in the records, and the one that they give now."""
+    """One case: the outcome in the records, and the outcome that judging them again gives."""
 
     key: str
     then: str
@@ -33,7 +33,7 @@ class Rejudged:
 
     @property
     def agrees(self) -> bool:
-        """True when both say the same and blame the same."""
+        """True when both have the same outcome and the same bucket."""
         return (self.then, self.blamed_then) == (self.now, self.blamed_now)
 
 
@@ -63,7 +63,7 @@ def _again(results: Results, folder: Path, result: ResultRecord) -> Rejudged:
 
 
 def stored_evidence(results: Results, folder: Path, key: str) -> Evidence:
-    """What one case left behind, from a run's records."""
+    """The evidence of one case, from a run's records."""
     legs = {leg.leg: LegEvidence(record=leg, folder=folder / leg.folder) for leg in results.of(LegRecord, key)}
     calibrations = {
         name: calibration

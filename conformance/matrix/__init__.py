@@ -1,1 +1,1 @@
-"""Cases as data: what a trainer is given, what is done to it, what damage, what each platform requires."""
+"""The data model of cases: ``given``, ``script``, faults on disk, platforms, and how a command line selects cases."""

@@ -1,7 +1,7 @@
-"""Cases: what is done to a trainer, and what must come of it, as data.
+"""Cases as data: reading, validating and selecting them.
 
-A case file is a YAML list. Every word is from a closed list: ``given`` from :mod:`conformance.matrix.given`, disk faults from
-:mod:`conformance.matrix.faults`, checks from :mod:`conformance.check`. Whatever is unknown is refused with file and line.
+A case file is a YAML list. Every key is from a closed list: ``given`` from :mod:`conformance.matrix.given`, disk faults from
+:mod:`conformance.matrix.faults`, checks from :mod:`conformance.checks`. An unknown one is refused with file and line.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from conformance.matrix.faults import FAULTS
 from conformance.matrix.given import Given
 from conformance.matrix.script import Expectation, FaultStep, LegStep, LookStep, Step
 from conformance.plain_data import serial
+from conformance.plain_data.suggestions import hint
 from conformance.plain_data.yaml_lines import load_yaml
 from conformance.records.file_operations import name_problem
 
@@ -38,15 +39,15 @@ _TITLE_LENGTH = 100
 
 
 class CaseError(ValueError):
-    """A case file can't be taken as it stands; the message names file and line, and the case where it has one."""
+    """A case file is invalid; the message names file, line and case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One row of the matrix. ``raw`` is the case as it was written, ``where`` its file and line.
 
-    ``launcher``: what its legs are started by where there is a choice (``st``): ``torchrun``, or ``warm`` (forked from a
-    process that has torch imported).
+    ``launcher`` starts its legs, where there is a choice (``st``): ``torchrun``, or ``warm`` (forked from a process that has
+    imported torch).
     """
 
     id: str
@@ -71,12 +72,12 @@ class Case:
         return tuple(step for step in self.script if isinstance(step, LegStep))
 
     def leg_given(self, leg: LegStep) -> Given:
-        """Everything that ``leg`` is made from."""
+        """The complete ``given`` of ``leg``."""
         return given_words.complete(given_words.merge(self.given, leg.given or {}), f"{self.where}: case {self.id}")
 
     @property
     def world_size(self) -> int:
-        """The most processes that any leg has."""
+        """The largest number of processes of any leg."""
         return max(self.leg_given(leg).world_size for leg in self.legs)
 
 
@@ -103,7 +104,7 @@ def load_cases(folder: Path = CASES_FOLDER) -> tuple[Case, ...]:
     """Read and lint every ``*.yaml`` of ``folder``; the cases come in the order of their ids.
 
     Raises:
-        CaseError: all that is wrong, one a line; or there is no case at all.
+        CaseError: all problems, one per line; or there is no case.
     """
     cases: list[Case] = []
     problems: list[str] = []
@@ -139,7 +140,9 @@ def select(cases: Iterable[Case], patterns: Iterable[str]) -> tuple[Case, ...]:
     chosen = [case for case in cases if not wanted or any(matches(case.id, pattern) for pattern in wanted)]
     for pattern in wanted:
         if not any(matches(case.id, pattern) for case in cases):
-            raise CaseError(f"no case matches {pattern!r}")
+            ids = {name for case in cases for name in (case.id, case.id.partition(".")[0])}
+            otherwise = "the command `list` prints every id"
+            raise CaseError(f"no case matches {pattern!r}; {hint(pattern, ids, otherwise=otherwise)}")
     if not chosen:
         raise CaseError("no case is selected")
     return tuple(chosen)
@@ -306,7 +309,7 @@ def _reference_problem(row: Expectation, legs: set[str], looks: set[str]) -> str
         if name is not None and name not in legs:
             return f"{key}: no leg is called {name!r}"
     look = row.parameters.get("look")
-    return f"look: nothing looked at is called {look!r}" if look is not None and look not in looks else ""
+    return f"look: no look is called {look!r}" if look is not None and look not in looks else ""
 
 
 def _lint_together(cases: list[Case], retired: set[str]) -> list[str]:

@@ -1,9 +1,9 @@
-"""What may be done to a checkpoint directory between two legs. Standard library only.
+"""Faults: damage to a checkpoint directory between two legs. Standard library only.
 
-Paths are relative to the case's checkpoint directory and may hold ``*`` (they must then match at least one file) and lead
-into the case's own ``disk`` folder beside it (``../aside/x``), never out of that. A fault proves that it fired: one that finds
-nothing to damage raises, and the case is an error. Faults marked ``by_trainer`` need the trainer's own format; the adapter
-carries them out in a process of its own.
+Paths are relative to the case's checkpoint directory. They may contain ``*`` (then they must match at least one file) and may
+lead into the case's ``disk`` folder (``../aside/x``), but not out of it. A fault that finds nothing to damage raises, and the
+case is an error. Faults marked ``by_trainer`` need the trainer's own format; the adapter carries them out in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ POINTER_NAME = "latest_checkpoint_iteration.txt"
 
 
 class FaultError(RuntimeError):
-    """The fault did not fire: what it should have damaged is not there, or is unchanged."""
+    """The fault did not fire: what it has to damage is missing, or was not changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """Where a fault strikes. ``root`` is the case's ``disk`` folder, ``checkpoints`` the checkpoint directory below it."""
+    """The disk that faults are injected into. ``root`` is the case's ``disk`` folder, ``checkpoints`` the checkpoint directory below it."""
 
     root: Path
     checkpoints: Path
 
     def path(self, name: str) -> Path:
-        """One path, there or not.
+        """One path, whether or not it exists.
 
         Raises:
             FaultError: it leads out of ``root``.
@@ -53,18 +53,18 @@ class Disk:
         relative = target.relative_to(Path(os.path.normpath(self.root)))
         found = sorted(self.root.glob(str(relative))) if "*" in name else [target]
         if not found or not all(os.path.lexists(path) for path in found):
-            raise FaultError(f"{name} is not there")
+            raise FaultError(f"{name} does not exist")
         return found
 
 
 FAULTS: Registry[Callable[..., list[str]]] = Registry("fault")
 
 
-def strike(kind: str, parameters: Mapping[str, Any], disk: Disk) -> list[str]:
-    """Do it, and return what was done, one line a path.
+def inject(kind: str, parameters: Mapping[str, Any], disk: Disk) -> list[str]:
+    """Inject the fault, and return what was done, one line per path.
 
     Raises:
-        FaultError: it did nothing.
+        FaultError: it changed nothing.
     """
     try:
         done = FAULTS.entries[kind].function(disk, **parameters)
@@ -83,7 +83,7 @@ def remove_file(disk: Disk, *, path: str) -> list[str]:
 
 @FAULTS.register()
 def remove_dir(disk: Disk, *, path: str) -> list[str]:
-    """Delete directories with all that is in them."""
+    """Delete directories with their content."""
     return [_act(disk, item, "removed", functools.partial(shutil.rmtree, item)) for item in disk.some(path)]
 
 
@@ -114,7 +114,7 @@ def flip_byte(disk: Disk, *, path: str, offset: int) -> list[str]:
 
 @FAULTS.register()
 def write_file(disk: Disk, *, path: str, text: str) -> list[str]:
-    """Write a text file, made or replaced; its folder is made."""
+    """Write a text file (created or replaced); its folder is created."""
     target = disk.path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
@@ -123,7 +123,7 @@ def write_file(disk: Disk, *, path: str, text: str) -> list[str]:
 
 @FAULTS.register()
 def make_dir(disk: Disk, *, path: str) -> list[str]:
-    """Make an empty directory that is not there yet."""
+    """Make an empty directory that does not exist yet."""
     target = disk.path(path)
     target.mkdir(parents=True)
     return [f"made {disk_name(disk, target)}"]
@@ -131,7 +131,7 @@ def make_dir(disk: Disk, *, path: str) -> list[str]:
 
 @FAULTS.register()
 def write_pointer(disk: Disk, *, text: str) -> list[str]:
-    """Replace what the pointer says (the pointer need not exist)."""
+    """Replace the content of the pointer (the pointer need not exist)."""
     return write_file(disk, path=POINTER_NAME, text=text)
 
 
@@ -149,13 +149,13 @@ def remove_metadata(disk: Disk, *, step: int) -> list[str]:
 
 @FAULTS.register()
 def empty_metadata(disk: Disk, *, step: int) -> list[str]:
-    """Cut a step directory's ``.metadata`` to nothing, as a power cut can leave it."""
+    """Truncate a step directory's ``.metadata`` to 0 bytes, as a power cut can leave it."""
     return truncate(disk, path=f"global_step_{step}/.metadata")
 
 
 @FAULTS.register()
 def copy_path(disk: Disk, *, path: str, to: str) -> list[str]:
-    """Copy one file or directory to a path that is free."""
+    """Copy one file or directory to a path that does not exist."""
     (source,), target = disk.some(path), _free(disk, to)
     if source.is_dir():
         shutil.copytree(source, target, symlinks=True)
@@ -166,7 +166,7 @@ def copy_path(disk: Disk, *, path: str, to: str) -> list[str]:
 
 @FAULTS.register()
 def rename(disk: Disk, *, path: str, to: str) -> list[str]:
-    """Move one file or directory to a path that is free. ``path: .`` moves the checkpoint directory itself."""
+    """Move one file or directory to a path that does not exist. ``path: .`` moves the checkpoint directory itself."""
     (source,), target = disk.some(path), _free(disk, to)
     source.rename(target)
     return [f"renamed {disk_name(disk, source)} to {disk_name(disk, target)}"]
@@ -174,7 +174,7 @@ def rename(disk: Disk, *, path: str, to: str) -> list[str]:
 
 @FAULTS.register()
 def replace_file_from(disk: Disk, *, path: str, source: str) -> list[str]:
-    """Replace a file by a copy of another; equal contents are an error, because then nothing was replaced."""
+    """Replace a file by a copy of another; equal contents are an error, because nothing would change."""
     (target,), (other,) = disk.some(path), disk.some(source)
     if target.read_bytes() == other.read_bytes():
         raise FaultError(f"{path} and {source} hold the same bytes")
@@ -192,7 +192,7 @@ def symlink(disk: Disk, *, path: str, to: str) -> list[str]:
 
 @FAULTS.register()
 def chmod(disk: Disk, *, path: str, mode: str) -> list[str]:
-    """Set permissions, as an octal text ("0555"). Note that root is not held back by them."""
+    """Set permissions, as an octal text ("0555"). The user root is not bound by them."""
     return [_act(disk, item, f"{mode} on", functools.partial(item.chmod, int(mode, 8))) for item in disk.some(path)]
 
 
@@ -213,16 +213,16 @@ def _by_trainer(kind: str) -> list[str]:
 
 @FAULTS.register(by_trainer=True)
 def make_foreign(disk: Disk, *, step: int) -> list[str]:
-    """Make the step directory one that stock tools could have written: the same content, no manifest, no mark of a save.
+    """Make the step directory one that stock DCP could have written: the same content, without manifest and save ids.
 
-    So do the removals and edits below, each after its own change.
+    The removals and edits below do this too, each after its own change.
     """
     return _by_trainer("make_foreign")
 
 
 @FAULTS.register(by_trainer=True)
 def flip_tensor_byte(disk: Disk, *, step: int, entry: str, rank: int = 0, part: str = "numbers") -> list[str]:
-    """Flip a bit in what ``rank`` stored of ``entry``, in its first number or in its archive's ``end``; the manifest stays."""
+    """Flip a bit in what ``rank`` stored of ``entry``: in its first number, or in its archive's ``end``. The manifest stays."""
     return _by_trainer("flip_tensor_byte")
 
 
@@ -240,7 +240,7 @@ def remove_optimizer_entry(disk: Disk, *, step: int, entry: str) -> list[str]:
 
 @FAULTS.register(by_trainer=True)
 def remove_extra_state(disk: Disk, *, step: int) -> list[str]:
-    """Write the step directory again without any embedded training state."""
+    """Write the step directory again without embedded training state."""
     return _by_trainer("remove_extra_state")
 
 
@@ -254,7 +254,7 @@ def edit_extra_state(
     value: str | int | float | bool | None = None,
     delete: bool = False,
 ) -> list[str]:
-    """Set (or delete) one value of a rank's training state, whichever layout holds it; ``path`` is dotted."""
+    """Set (or delete) one value of a rank's training state, in either layout; ``path`` is dotted."""
     return _by_trainer("edit_extra_state")
 
 
@@ -265,13 +265,13 @@ def _act(disk: Disk, path: Path, verb: str, action: Callable[[], Any]) -> str:
 
 
 def disk_name(disk: Disk, path: Path) -> str:
-    """``path`` as it is written in records: below the case's disk folder, so that no path of a machine gets in."""
+    """``path`` as records show it: relative to the case's disk folder, so that no path of a machine is recorded."""
     return str(path.relative_to(Path(os.path.normpath(disk.root))))
 
 
 def _free(disk: Disk, name: str) -> Path:
     target = disk.path(name)
     if os.path.lexists(target):
-        raise FaultError(f"{name} is there already")
+        raise FaultError(f"{name} exists already")
     target.parent.mkdir(parents=True, exist_ok=True)
     return target

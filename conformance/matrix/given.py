@@ -1,8 +1,8 @@
-"""What a case may give a trainer: the closed vocabulary, its defaults, and what each word means.
+"""``given``: everything a case may configure in a trainer, with defaults and meanings.
 
-The dataclasses below ARE the table that a case writer looks things up in. ``model``, ``optimizer`` and ``scheduler`` may be
-written as one word, their ``kind``. A key that a case leaves out has the default that stands here. No torch here: what
-the words do is the adapter's business (for this library ``adapters/hyper_resume/components.py``).
+The dataclasses below are the reference for case writers. ``model``, ``optimizer`` and ``scheduler`` may be written as one
+word, their ``kind``. A key that a case leaves out has the default shown here. This module does not import torch: the adapter
+builds the objects (for this library ``adapters/hyper_resume/components.py`` and ``data_components.py``).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _SHORTHAND = ("model", "optimizer", "scheduler")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelGiven:
-    """The model: integer ids in (vocabulary of 64), one number an id out.
+    """The model: input integer ids (vocabulary of 64), output one number per id.
 
     kind:
         ``tiny-dropout`` embed_tokens (64 x width), hidden (Linear, tanh), dropout, norm (LayerNorm), lm_head (Linear to 1);
         ``tied``         the same, but the output is a product with the embedding's own matrix (one tensor, two names);
         ``buffers``      and a persistent and a non-persistent buffer, both moved by every forward in training;
-        ``branch``       and a branch whose parameters never see a gradient;
+        ``branch``       and a branch whose parameters never get a gradient;
         ``extra-state``  and a module with ``get_extra_state`` (a counter of forwards that scales the output);
-        ``adapter``      base frozen, a hand-written low-rank adapter on ``hidden`` is all that trains;
+        ``adapter``      base frozen, only a hand-written low-rank adapter on ``hidden`` is trained;
         ``lora``         base frozen, adapters by the ``peft`` library (slow: imports peft).
     width: columns of the embedding.
-    dropout: probability; 0 switches it off (then the torch stream stands still).
+    dropout: probability; 0 switches it off (then nothing draws from the torch stream).
     dtype: of all parameters.
     freeze: parameters whose name starts with one of these have ``requires_grad`` off.
     wrap: applied in this order, the last is outermost: ``compile`` puts the whole model into a module that names it
@@ -56,10 +56,10 @@ class OptimizerGiven:
         ``chain``    ChainedOptimizer of two AdamW, matrices and vectors;
         ``muon``     ChainedOptimizer of torch.optim.Muon for the hidden matrices and AdamW for the rest;
         ``two``      a LIST of two AdamW, matrices and vectors (needs ``trainer: duck``);
-        ``wrapper``  an object that shows its AdamW as ``.optimizer``;
-        ``opaque``   a wrapper with ``step``, ``zero_grad`` and ``param_groups`` and no way in.
+        ``wrapper``  an object with its AdamW as ``.optimizer``;
+        ``opaque``   a wrapper with ``step``, ``zero_grad`` and ``param_groups`` only.
     lr, weight_decay: of every group, unless the kind says otherwise (``chain``/``two``: the second has twice the lr).
-    groups: ``one``; ``reversed`` the parameters in reverse order; ``empty`` with an empty group behind the full one;
+    groups: ``one``; ``reversed`` the parameters in reverse order; ``empty`` with an empty group after the full one;
         ``split`` two groups of AdamW, the embedding and the rest; ``split-reversed`` those two in the other order.
         For ``adamw``, ``sgd``, ``rmsprop``, ``adagrad``, ``lowbit``.
     """
@@ -106,12 +106,12 @@ class DataGiven:
     """The data: sample i is the number i. The default makes 5 batches an epoch.
 
     loader: ``own`` this library's DataLoader; ``foreign`` a list-like loader without ``state_dict``, in a fixed order;
-        ``foreign-stateful`` a loader of another make with ``state_dict`` and ``load_state_dict`` (position within the epoch);
+        ``foreign-stateful`` a loader that is not this library's, with ``state_dict`` and ``load_state_dict`` (position within the epoch);
         ``foreign-drawing`` the same, which draws from torch's stream whenever its iterator is made;
-        ``unsized`` an endless one without a length and without a state.
+        ``unsized`` an endless loader without length and state.
     workers: processes that read. prefetch: batches that a background thread reads ahead, 0 for no thread.
     dp_world_size, dp_rank: given to the DataLoader as plain arguments; no process group is needed.
-    shuffle_method: an order drawn as a whole, or computed position by position.
+    shuffle_method: the order is drawn as a whole, or computed per position.
     fingerprint: the dataset's own, None for none.
     first_id: sample i is the number first_id + i (another dataset of the same length).
     """
@@ -134,7 +134,7 @@ class DataGiven:
 class CheckpointGiven:
     """The ``checkpoint:`` block. None means that the case does not set the field, so the trainer's own default holds.
 
-    ``restore_from`` is the script's (a leg's ``restore_from``), ``checkpoint_dir`` the runner's (see ``folder``).
+    ``restore_from`` is set in the script (a leg's ``restore_from``), ``checkpoint_dir`` by the runner (see ``folder``).
     """
 
     save_ckpt: bool | None = None
@@ -164,34 +164,34 @@ class CheckpointGiven:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """Everything a leg is made from.
+    """Everything that a leg is built from.
 
     trainer: ``base`` the library's BaseTrainer; ``duck`` a plain namespace and a hand-written loop that drives the
         callback (specification 5.2).
     config: a configuration file of the trainer's own command line, relative to the checkout. Then the leg runs the trainer's
         own program on it, and everything else here but ``overrides``, ``checkpoint``, ``folder``, ``device`` and
         ``world_size`` has no meaning.
-    overrides: further words of that command line (``--optimizer.name=muon``); a leg's own come behind the case's.
+    overrides: further arguments of that command line (``--optimizer.name=muon``); a leg's are appended to the case's.
     device: where it trains. world_size: processes (gloo on cpu), joined by a file in the leg's folder.
     parallel: with world_size > 1: ``fsdp`` torch's FSDP2 over all ranks; ``tp2-fsdp`` ``hidden`` split in two by its
         columns, FSDP2 over the ranks that hold the same half (the two halves of a pair read the same data and draw the same
         numbers); ``replicated`` the whole model on each rank, gradients averaged. The data's dp_rank and dp_world_size are
         then the process group's (with ``tp2-fsdp`` the pair's).
     seed: of model, data order and streams (rank r trains with streams of seed + r).
-    noise: who draws from Python's, NumPy's and torch's streams beside dropout: ``loss`` scales the loss by draws from Python
+    noise: what draws from Python's, NumPy's and torch's streams in addition to dropout: ``loss`` scales the loss by draws from Python
         and NumPy; ``dataset`` adds to each sample draws from all three while it is read.
-    accumulation: micro-batches an optimizer step. clip: maximal gradient norm, None for no clipping.
+    accumulation: micro-batches per optimizer step. clip: maximal gradient norm, None for no clipping.
     epochs: planned epochs. None (only for legs with ``until_step``): as many as that step needs.
     folder: name of the checkpoint directory inside the case's folder; may hold spaces, any letters and a trailing slash.
     save_at_step_zero: the callback's ``on_step_end`` is called once before the first step, so step 0 is saved where
         ``save_steps`` is set.
     hold_saves: a save of step N in the background becomes visible only when step N + hold_saves is trained or training is
-        over, and a moment after that; the leg tells how each went (check ``saves_in_background``). 0: as fast as it goes.
+        over, and a moment after that; the leg reports how each went (check ``saves_in_background``). 0: no delay.
         Base trainer only.
-    second_writer: while the leg runs, another process holds the lock of the checkpoint directory (``.writer.lock``), as a run
-        does that saves there too.
-    tell_operations: every change on disk that a save makes is told, numbered from 1 in each save of each rank.
-    extras: further objects with a state that the trainer holds: ``ema`` (average of the weights, with its own update
+    second_writer: while the leg runs, another process holds the lock of the checkpoint directory (``.writer.lock``), like a
+        second run that saves there.
+    tell_operations: the leg reports every change on disk that a save makes, numbered from 1 per save and rank.
+    extras: further stateful objects that the trainer holds: ``ema`` (average of the weights, with its own update
         count), ``scaler`` (multiplies the loss by a scale that it doubles every 3 steps), ``counter`` (a stateful callback
         that counts steps, base trainer only), ``generator`` (a torch.Generator that the loss draws from), ``forgetful`` (a
         count of steps that its own ``load_state_dict`` does not take back).
@@ -224,7 +224,7 @@ class Given:
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``base`` with a leg's ``overrides``: mappings are merged key by key, a new ``kind`` starts from its defaults.
 
-    Words of a command line (the key ``overrides``) are added behind those that are there.
+    Command-line arguments (the key ``overrides``) are appended.
     """
     result = {key: copy.deepcopy(item) for key, item in _long_form(base).items()}
     for key, item in _long_form(overrides).items():

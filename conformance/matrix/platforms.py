@@ -9,6 +9,7 @@ from typing import Literal
 
 from conformance.matrix.case import CLASSES, Case, matches
 from conformance.plain_data import serial
+from conformance.plain_data.suggestions import hint
 from conformance.plain_data.yaml_lines import load_yaml
 
 PLATFORMS_FILE = Path(__file__).parents[1] / "platforms.yaml"
@@ -16,10 +17,10 @@ PLATFORMS_FILE = Path(__file__).parents[1] / "platforms.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """A machine that cases are run on.
+    """A kind of machine that cases run on.
 
     ``requires`` lists ids; a base id (``A8``) stands for all its sub-cases, ``F*`` for all of class F. Each must exist.
-    ``ranks`` is how many processes a case may have here at most.
+    ``ranks`` is the largest number of processes that a case may have here.
     """
 
     id: str
@@ -34,7 +35,7 @@ class Platform:
         return any(matches(case.id, pattern) for pattern in self.requires)
 
     def missing(self, cases: Iterable[Case]) -> list[str]:
-        """Required ids that no case has."""
+        """The required ids that no case has."""
         ids = [case.id for case in cases]
         return [pattern for pattern in self.requires if not any(matches(known, pattern) for known in ids)]
 
@@ -63,9 +64,9 @@ def find_platform(name: str, platforms: Iterable[Platform]) -> Platform:
     """Return the platform called ``name``.
 
     Raises:
-        SerialError: there is none.
+        SerialError: there is no such platform.
     """
     known = {platform.id: platform for platform in platforms}
     if name not in known:
-        raise serial.SerialError(f"no platform is called {name!r}; known: {', '.join(known)}")
+        raise serial.SerialError(f"no platform is called {name!r}; {hint(name, known)}")
     return known[name]

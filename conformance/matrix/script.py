@@ -1,4 +1,4 @@
-"""What a case does, step by step: legs and how they are ended, damage and looks between them, and what is expected."""
+"""The script of a case: legs and their faults, damage and looks between legs, and the expectations."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Moment = Literal[
 class LegFault:
     """How a leg is ended at step ``after_step``.
 
-    kind: ``kill`` SIGKILL, from outside, while the ranks wait; ``terminate`` SIGTERM in the same way, after which whoever
-        handles it goes on; ``raise`` every rank's training raises an error.
+    kind: ``kill`` sends SIGKILL while the ranks pause; ``terminate`` sends SIGTERM, after which ranks that handle it go on;
+        ``raise`` makes every rank's training raise an error.
     moment: ``after_step`` when the step and its ``on_step_end`` (with its save) are done; ``after_epoch`` when that step ended
         an epoch and ``on_epoch_end`` (with its save) is done too; ``before_save`` before the step's ``on_step_end`` saves;
         ``before_commit`` when all files of its save are written but not yet visible; ``before_pointer`` when the step
         directory is visible and the pointer is still the old one; ``before_retention`` when the pointer names it and nothing
-        outdated is deleted yet (at these three rank 0 alone waits); ``during_load`` while the
+        outdated is deleted yet (at these three only rank 0 pauses); ``during_load`` while the
         checkpoint of that step (0: of whichever step) is loaded, before the first tensor is read; ``file_operation`` right
         before a change on disk that ``rank`` makes in the save of that step (:mod:`conformance.records.file_operations`): the
         ``operation``-th, from 1, or the first that ``operation`` names (``fsync *.distcp``: what, and a pattern for where);
-        a case names it, as how many there are is the trainer's affair. Only that rank waits there, the others are wherever
-        they are. All but the first three need a save (or a checkpoint) of that step.
-    victims: ``all`` the ranks, and whatever started them; ``rank-2`` that rank alone; ``node-1`` a node's launcher with
-        its ranks; ``launcher-0`` a node's launcher alone, which passes a SIGTERM on to its ranks (torchrun only). Who is
-        spared goes on, and has to end by itself with an error.
+        cases use a name, because the number of changes depends on the trainer. Only that rank pauses; the others are
+        anywhere. All but the first three need a save (or a checkpoint) of that step.
+    victims: ``all`` ranks and their launchers; ``rank-2`` that rank alone; ``node-1`` a node's launcher with
+        its ranks; ``launcher-0`` a node's launcher alone, which passes a SIGTERM on to its ranks (torchrun only). Other
+        ranks go on, and must end by themselves with an error.
     """
 
     kind: Literal["kill", "terminate", "raise"]
@@ -49,15 +49,15 @@ class LegFault:
 
 @dataclass(frozen=True, kw_only=True)
 class LegStep:
-    """One leg of the script: a process group's life.
+    """One leg of the script: one process group, from its start to its end.
 
-    leg: ``reference``, ``saving``, ``interrupted`` or ``resumed``, with ``-anything`` behind it where one is not enough.
+    leg: ``reference``, ``saving``, ``interrupted`` or ``resumed``, with ``-anything`` appended where several are needed.
     until_step: the planned last step; None trains all of ``given.epochs``.
     restore_from: None, ``LATEST``, ``step:N``, ``dir:NAME`` (relative to the checkpoint directory, slash at the end kept), or a
         path taken as it is.
-    given: what differs from the case's ``given``.
-    nodes: as how many nodes the ranks are started, each with a launcher of its own (torchrun only).
-    limit_seconds: when the leg is killed as hanging, which fails the case.
+    given: differences from the case's ``given``.
+    nodes: number of nodes, each with its own launcher (torchrun only).
+    limit_seconds: after this time the leg is killed as hanging, and the case fails.
     """
 
     leg: str
@@ -84,7 +84,7 @@ class FaultStep:
 
 @dataclass(frozen=True, kw_only=True)
 class LookStep:
-    """Look into a step directory between two legs: entries by bucket. Known to checks by ``name``, default its number."""
+    """Read a step directory between two legs: its entries by bucket. Checks refer to it by ``name``, by default its step."""
 
     look: int
     name: str

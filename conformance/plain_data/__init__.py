@@ -1,1 +1,1 @@
-"""Plain data: dataclasses to and from it, YAML with line numbers, closed lists of names."""
+"""Plain data: dataclasses to and from dicts, YAML with line numbers, registries of functions that YAML may name."""

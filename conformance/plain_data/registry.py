@@ -1,12 +1,11 @@
-"""Closed lists of reviewed functions that YAML may name: checks and disk faults.
+"""Registries of the functions that YAML may name: checks and disk faults.
 
-A function's keyword-only arguments ARE its parameters in YAML: their annotations are their types, a default makes one
-optional. So the vocabulary can't drift away from the code.
+A function's keyword-only arguments are its parameters in YAML: annotations are their types, and a default makes one optional.
+So the data and the code can't differ.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from conformance.plain_data import serial
+from conformance.plain_data.suggestions import hint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,13 +37,13 @@ class Entry(Generic[F]):
 
 @dataclass(frozen=True)
 class Registry(Generic[F]):
-    """Functions by name. ``noun`` is what messages call them."""
+    """Functions by name. ``noun`` is the word for them in messages."""
 
     noun: str
     entries: dict[str, Entry[F]] = field(default_factory=dict)
 
     def register(self, **marks: Any) -> Callable[[F], F]:
-        """Return a decorator that files a function under its own name."""
+        """Return a decorator that registers a function under its own name."""
 
         def decorate(function: F) -> F:
             hints = typing.get_type_hints(function)
@@ -68,13 +68,11 @@ class Registry(Generic[F]):
         """Return the entry called ``name``.
 
         Raises:
-            SerialError: there is none; the nearest name is offered.
+            SerialError: there is no such entry; the nearest name is suggested.
         """
         if isinstance(name, str) and name in self.entries:
             return self.entries[name]
-        near = difflib.get_close_matches(str(name), self.entries, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(self.entries))}"
-        raise serial.SerialError(f"{where}: no {self.noun} is called {name!r}{hint}")
+        raise serial.SerialError(f"{where}: no {self.noun} is called {name!r}; {hint(name, self.entries)}")
 
     def parameters(self, name: Any, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return ``raw`` as typed arguments of the entry called ``name``; absent ones are left to their defaults.

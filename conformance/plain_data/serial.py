@@ -1,7 +1,7 @@
-"""Frozen dataclasses <-> plain data, strictly, and the JSON Schema of what is written.
+"""Frozen dataclasses to and from plain data, strictly, and the JSON Schema of records.
 
-One reader for everything that is data in this room: cases, jobs, records. It takes no string for a number, no unknown key,
-and says where in the data the trouble is.
+One reader for all data of the harness: cases, jobs, records. It accepts no string for a number and no unknown key, and its
+errors name the place in the data.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def build(kind: type[T], data: Any, where: str, *, defaults: bool = False) -> T:
         kind: a dataclass.
         data: a mapping with its fields as keys.
         where: for messages, ``file:line`` or the like.
-        defaults: a field that has a default may be absent; else every field must be there.
+        defaults: a field that has a default may be absent; otherwise every field is required.
 
     Raises:
         SerialError: no mapping, an unknown or missing key, or a value of another type.
@@ -95,7 +95,7 @@ def value(hint: Any, data: Any, where: str, *, defaults: bool = False) -> Any:
 
 
 def name_of(hint: Any) -> str:
-    """An annotation as a reader of YAML would say it."""
+    """An annotation in words for a reader of YAML."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join("nothing" if item is type(None) else name_of(item) for item in arguments)

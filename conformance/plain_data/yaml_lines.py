@@ -1,4 +1,4 @@
-"""YAML whose mappings remember the line they start on, and which refuses a key that stands twice."""
+"""A YAML reader whose mappings know the line they start on, and which refuses duplicate keys."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> Mapped:
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is no text", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not a string", key_node.start_mark)
         if key in result:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is a duplicate", key_node.start_mark)
         result[key] = loader.construct_object(value_node, deep=True)
     return result
 

@@ -1,1 +1,1 @@
-"""What a run writes down and reads back: trajectories, results, evidence, disk changes, provenance."""
+"""What a run writes and reads back: results, trajectories, evidence, recorded disk changes, provenance."""

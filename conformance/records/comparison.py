@@ -1,4 +1,4 @@
-"""What comes of holding two trajectories against each other, as data."""
+"""The result of comparing two trajectories, as data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Divergence:
     """The first value that differs. ``reference`` and ``resumed`` are the values in full (``repr``; floats round-trip).
 
-    ``bucket`` is the state bucket whose restore is to be looked at; ``column`` may name a part, as ``rng.python``.
+    ``bucket`` is the state bucket that the difference is attributed to; ``column`` may name a part, such as ``rng.python``.
     """
 
     step: int
@@ -32,7 +32,7 @@ class ColumnResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two trajectories held against each other, bit for bit, on every rank from ``first_step`` to ``last_step``.
+    """Two trajectories compared bit for bit, on every rank from ``first_step`` to ``last_step``.
 
     ``unmoved_streams`` are random streams that never moved in the reference: whether they were restored can't be seen.
     """

@@ -1,4 +1,4 @@
-"""What a case left behind, read back for its checks: legs with their events, records and disk, faults, looks."""
+"""The evidence of a case, read back for its checks: legs with their events, trajectory and disk; faults; looks."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ DISK_BEFORE, DISK_AFTER = "disk_before.json", "disk_after.json"
 
 
 class EvidenceError(ValueError):
-    """What a check needs is not there, or could not have shown anything; the check is then an error, not a verdict."""
+    """What a check needs is missing, or could not have failed; the check is then an error, not a verdict."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something a rank told. ``at`` counts seconds from the leg's start, ``data`` holds what else it said."""
+    """An event that a rank recorded. ``at`` counts seconds from the leg's start; ``data`` holds its other fields."""
 
     kind: str
     rank: int
@@ -135,12 +135,12 @@ class Evidence:
         return self.legs[name]
 
 
-def struck_otherwise(record: LegRecord, wanted: str) -> str:
-    """Who did not end as the fault of a leg demands; empty when all did.
+def unexpected_ends(record: LegRecord, wanted: str) -> str:
+    """The processes that did not end as the fault of a leg demands, as text; empty when all did.
 
-    A victim ended by the signal ``wanted``. Whoever was spared ended with an error: not well, and not unknown. What started the
-    ranks of a node that were all killed was killed by the same signal; told to end politely, it ends its ranks and then
-    itself with an error.
+    A victim must have died of the signal ``wanted``. Any other rank must have ended with an error: exit code 0 and an unknown
+    end are both wrong. The launcher of a node whose ranks were all killed must have been killed by the same signal; after a
+    SIGTERM it ends its ranks and then itself with an error.
     """
     fault = record.fault
     assert fault is not None
@@ -159,7 +159,7 @@ def struck_otherwise(record: LegRecord, wanted: str) -> str:
 
 
 def rank_log(folder: Path, rank: int) -> Path:
-    """Where a rank's output is, in its leg's folder."""
+    """The path of a rank's log in its leg's folder."""
     return folder / f"log_rank_{rank}.txt"
 
 
@@ -172,7 +172,7 @@ def read_events(path: Path, rank: int) -> list[Event]:
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except FileNotFoundError as error:
-        raise EvidenceError(f"{path.name}: rank {rank} told nothing at all") from error
+        raise EvidenceError(f"{path.name}: rank {rank} recorded no event") from error
     events = []
     for number, line in enumerate(lines, start=1):
         try:

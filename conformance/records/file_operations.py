@@ -1,11 +1,10 @@
-"""Every change that this process makes on disk below one folder, numbered, and told before it is made.
+"""Reports every change that this process makes on disk below one folder, before it is made.
 
-What counts is what the kernel is asked for: ``create`` (open for writing), ``write`` (one write of bytes), ``fsync``,
+A change is a call to the kernel: ``create`` (open for writing), ``write`` (one write of bytes), ``fsync``,
 ``truncate``, ``rename``, ``remove``, ``make directory``, ``remove directory``, ``link``. Reading does not count. Python's own
-functions are replaced, so whatever writes through them is seen; a library that writes from C by a name of its own
-(``torch.save`` to a path, say; to an open file it does not) is not: an adapter whose trainer does so (``renameat2``, by which
-two names change places, and which Python has no function for) tells of it by :meth:`FileOperations.tell`, as ``exchange``.
-Owner, mode and times do not count.
+functions are replaced, so every write through them is seen. A write from C is not (``torch.save`` to a path; to an open file it
+writes through Python). An adapter whose trainer writes from C reports it by :meth:`FileOperations.report`: ``renameat2``, which
+exchanges two names and has no Python function, as ``exchange``. Owner, mode and times do not count.
 
 Standard library only.
 """
@@ -33,33 +32,33 @@ KINDS = (
     "link",
     "exchange",
 )
-Told = Callable[[str, str], None]
+OnOperation = Callable[[str, str], None]
 _WRITING = frozenset("wax+")
 
 
 def name_problem(text: str) -> str:
-    """Say why ``text`` names no change: a kind, and a pattern of where. Empty for one that does."""
+    """Return why ``text`` is no valid name of a change (a kind and a pattern for the path); empty for a valid one."""
     kind = next((kind for kind in KINDS if text.startswith(f"{kind} ")), None)
     if kind is None or not text[len(kind) :].strip():
         return f"{text!r} is no name such as 'fsync *.distcp': one of {', '.join(KINDS)}, and a pattern of where"
     return ""
 
 
-def is_asked_for(asked: int | str, number: int, change: str) -> bool:
+def selects_operation(wanted: int | str, number: int, change: str) -> bool:
     """True when ``asked`` is the change's number, or a name that ``change`` (its kind, and where) matches."""
-    return fnmatch.fnmatchcase(change, asked) if isinstance(asked, str) else number == asked
+    return fnmatch.fnmatchcase(change, wanted) if isinstance(wanted, str) else number == wanted
 
 
 class FileOperations:
-    """Tells of every change below ``root``: ``told(what, where)`` is called first, in the thread that is about to make it."""
+    """Calls ``on_operation(what, where)`` before every change below ``root``, in the thread that is about to make it."""
 
-    def __init__(self, root: Path, told: Told) -> None:
-        """Nothing is replaced before :meth:`install`. ``where`` is told relative to ``root``."""
+    def __init__(self, root: Path, on_operation: OnOperation) -> None:
+        """Nothing is replaced before :meth:`install`. ``where`` is on_operation relative to ``root``."""
         self._root = os.path.realpath(root)
-        self._told = told
+        self._on_operation = on_operation
 
     def install(self) -> None:
-        """Replace the functions, for good: a process that is watched is a leg's, and ends with it."""
+        """Replace the functions, for the rest of the process, which is a rank of a leg and ends with it."""
         opened = _opening(self)
         builtins.open = io.open = opened
         for name, what in (
@@ -91,16 +90,16 @@ class FileOperations:
             return "."
         return found[len(self._root) + 1 :] if found.startswith(self._root + os.sep) else None
 
-    def tell(self, what: str, where: str | None) -> None:
-        """Pass it on, where it is below the root."""
+    def report(self, what: str, where: str | None) -> None:
+        """Report a change, if it is below the root."""
         if where is not None:
-            self._told(what, where)
+            self._on_operation(what, where)
 
     def _on_path(self, original: Callable[..., Any], what: str) -> Callable[..., Any]:
         @functools.wraps(original)
         def instead(path: Any, *args: Any, **kwargs: Any) -> Any:
             # shutil.rmtree removes relative to a descriptor of the directory.
-            self.tell(what, self._relative(path, kwargs.get("dir_fd")))
+            self.report(what, self._relative(path, kwargs.get("dir_fd")))
             return original(path, *args, **kwargs)
 
         return instead
@@ -115,8 +114,8 @@ class FileOperations:
         @functools.wraps(original)
         def instead(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
             where = self.below(dst)
-            # What is moved out of the root is a change in it too; a link from outside is none.
-            self.tell(what, self.below(src) if where is None and what == "rename" else where)
+            # A move out of the root changes the root too; a link from outside does not.
+            self.report(what, self.below(src) if where is None and what == "rename" else where)
             return original(src, dst, *args, **kwargs)
 
         return instead
@@ -124,13 +123,13 @@ class FileOperations:
     def _on_descriptor(self, original: Callable[..., Any], what: str) -> Callable[..., Any]:
         @functools.wraps(original)
         def instead(fd: Any, *args: Any, **kwargs: Any) -> Any:
-            self.tell(what, self.of(fd if isinstance(fd, int) else fd.fileno()))
+            self.report(what, self.of(fd if isinstance(fd, int) else fd.fileno()))
             return original(fd, *args, **kwargs)
 
         return instead
 
     def of(self, descriptor: int) -> str | None:
-        """What a descriptor stands for, as :meth:`below`. Asked of the kernel, which knows them all."""
+        """The path of an open descriptor, as :meth:`below`; read from the kernel."""
         try:
             return self.below(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115  no pathlib here: it calls what is replaced
         except OSError:
@@ -142,30 +141,30 @@ class FileOperations:
         @functools.wraps(original)
         def instead(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
             if flags & writing:
-                self.tell("create", self._relative(path, kwargs.get("dir_fd")))
+                self.report("create", self._relative(path, kwargs.get("dir_fd")))
             return original(path, flags, *args, **kwargs)
 
         return instead
 
 
-class _WatchedFile(io.FileIO):
-    """A file that tells of every write that reaches the kernel. ``where`` None: of what its descriptor stands for."""
+class _ReportingFile(io.FileIO):
+    """A file that reports every write that reaches the kernel. ``where`` None: the path of its descriptor."""
 
-    def __init__(self, opened: Any, mode: str, watch: FileOperations, where: str | None, **how: Any) -> None:
+    def __init__(self, opened: Any, mode: str, operations: FileOperations, where: str | None, **how: Any) -> None:
         super().__init__(opened, mode, **how)
-        self._watch = watch
-        self._where = watch.of(self.fileno()) if where is None else where
+        self._operations = operations
+        self._where = operations.of(self.fileno()) if where is None else where
 
     def write(self, data: Any) -> int:
-        self._watch.tell("write", self._where)
+        self._operations.report("write", self._where)
         return super().write(data)
 
     def truncate(self, size: int | None = None) -> int:
-        self._watch.tell("truncate", self._where)
+        self._operations.report("truncate", self._where)
         return super().truncate(size)
 
 
-def _opening(watch: FileOperations) -> Callable[..., Any]:
+def _opening(operations: FileOperations) -> Callable[..., Any]:
     original = io.open
 
     @functools.wraps(original)
@@ -180,14 +179,14 @@ def _opening(watch: FileOperations) -> Callable[..., Any]:
         opener: Any = None,
     ) -> Any:
         is_descriptor = isinstance(file, int)
-        where = watch.of(file) if is_descriptor else watch.below(file)
-        # An opener may open what it likes (a temporary file in this folder, say).
+        where = operations.of(file) if is_descriptor else operations.below(file)
+        # An opener may open any path (a temporary file in this folder, for example).
         if not _WRITING & set(mode) or (where is None and opener is None):
             return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
         if opener is None and not is_descriptor:
-            watch.tell("create", where)
+            operations.report("create", where)
         plain = mode.replace("b", "").replace("t", "")
-        raw = _WatchedFile(file, plain, watch, None if opener else where, closefd=closefd, opener=opener)
+        raw = _ReportingFile(file, plain, operations, None if opener else where, closefd=closefd, opener=opener)
         return wrapped(raw, mode, buffering, encoding, errors, newline)
 
     return opened
@@ -196,7 +195,7 @@ def _opening(watch: FileOperations) -> Callable[..., Any]:
 def wrapped(
     raw: io.FileIO, mode: str, buffering: int, encoding: str | None, errors: str | None, newline: str | None
 ) -> Any:
-    """Put around a raw file that is written what ``open`` would put around it."""
+    """Wrap a raw file that is written in the buffers that ``open`` would give it."""
     if buffering == 0:
         return raw
     size = buffering if buffering > 1 else max(os.fstat(raw.fileno()).st_blksize, io.DEFAULT_BUFFER_SIZE)

@@ -28,14 +28,14 @@ _SETTINGS = (
 def source_version() -> str:
     """The commit of this checkout, with ``+`` behind it when files differ from it; empty where there is no git."""
     here = Path(__file__).resolve().parent
-    told = []
+    output = []
     for words in (["rev-parse", "HEAD"], ["status", "--porcelain"]):
         try:
             done = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=True, timeout=20)
         except (OSError, subprocess.SubprocessError):
             return ""
-        told.append(done.stdout.strip())
-    return told[0] + ("+" if told[1] else "")
+        output.append(done.stdout.strip())
+    return output[0] + ("+" if output[1] else "")
 
 
 def machine(folder: Path) -> dict[str, str]:

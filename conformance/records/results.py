@@ -1,7 +1,7 @@
-"""``results.jsonl``: what a run did and found, one JSON line a record. Writer and strict reader.
+"""``results.jsonl``: what a run did and found, one JSON line per record. Writer and strict reader.
 
-A file without a footer is no report. Nothing here is rounded, and no path of a machine gets in: folders are relative to the
-run's own.
+A file without a footer is no report. Numbers are not rounded. Folders are relative to the run's, so no path of a machine is
+recorded.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ OUTCOMES: tuple[str, ...] = (
     "note",
 )
 BUCKETS = ("model", "optimizer", "progress", "lr_scheduler", "train_dataloader", "rng_state")
-# What may be blamed beside a bucket: other stateful objects, bytes and directories, the decision when to save, the fields.
+# What a failure may be attributed to: a bucket, other stateful objects, storage, the policy (when to save), the configuration.
 BLAMES = (*BUCKETS, "stateful", "storage", "policy", "config")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderRecord:
-    """The run: who judged whom, with what.
+    """The run: which suite judged which trainer, on which machine and versions.
 
     ``suite`` is the kind of run (``conformance``, ``st``, ``soak``, ``sweep``), ``required`` what the platform required of it.
     ``source`` is the commit of the checkout, with ``+`` when files differ from it; ``packages_digest`` is of all that is
@@ -72,9 +72,9 @@ class CaseRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRecord:
-    """Two reference legs made from the same things: do they agree bit for bit, and if not, how far apart are they?
+    """Two reference legs of one signature: whether they are equal bit for bit, and how far apart they are if not.
 
-    ``spread`` is the largest relative difference of a column. ``problem`` says why there was nothing to compare.
+    ``spread`` is the largest relative difference per column. ``problem`` is the reason where they could not be compared.
     """
 
     signature: str
@@ -96,10 +96,10 @@ class RankEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class AskedFault:
-    """The fault that a leg was asked to meet, and which ranks waited at (or raised at) that very place.
+    """The fault of a leg, and which ranks paused (or raised) at its moment.
 
-    ``awaited`` are those that had to; ``struck`` the ranks that it was done to. ``rank`` and ``operation`` place a
-    ``file_operation``; of one that the case names, ``operation`` is the number that it had, None if it never came.
+    ``awaited`` are the ranks that had to; ``struck`` are the ranks that it ended. ``rank`` and ``operation`` place a
+    ``file_operation``; where the case gives a name, ``operation`` is the number that it had, None if it never came.
     """
 
     kind: Literal["kill", "terminate", "raise"]
@@ -115,9 +115,9 @@ class AskedFault:
 
 @dataclass(frozen=True, kw_only=True)
 class LegRecord:
-    """One leg's life. ``folder`` is relative to the run's; steps are by rank, None where a rank finished none.
+    """One leg as it ran. ``folder`` is relative to the run's; steps are by rank, None where a rank finished none.
 
-    ``launcher`` is what started its ranks, ``agents`` how that ended itself where it is a process (torchrun: one a node).
+    ``launcher`` started its ranks; ``agents`` is how the launcher processes ended (torchrun: one per node).
     """
 
     key: str
@@ -143,7 +143,7 @@ class LegRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultRecord:
-    """Damage done to the disk between two legs: asked and observed."""
+    """Damage done to the disk between two legs: ``asked`` for and ``observed``."""
 
     key: str
     place: int
@@ -165,7 +165,7 @@ class LookRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRecord:
-    """One check's outcome. ``blames`` is the bucket to look at when it failed."""
+    """One check's outcome. ``blames`` is the bucket that a failure is attributed to."""
 
     check: str
     parameters: Mapping[str, Any]
@@ -178,7 +178,7 @@ class CheckRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultRecord:
-    """The outcome of one case. ``blamed`` is that of its first failed check; ``reproduce`` runs it again."""
+    """The outcome of one case. ``blamed`` is the bucket of its first failed check; ``reproduce`` is the command that runs it again."""
 
     key: str
     case: str
@@ -199,8 +199,8 @@ class KillRecord:
     """One kill of many: of a soak, or a point of a crash sweep. ``key`` is that of the soak's or sweep's result.
 
     ``what`` is the file operation in words; ``last_step`` the last step that all ranks had finished; ``resumed_at`` what the
-    next leg restored (0: nothing), ``lost_steps`` the difference; ``divergence`` the first value of the life after it (or,
-    at the last point of a story, of the killed one) that is not the reference's.
+    next leg restored (0: nothing), ``lost_steps`` the difference; ``divergence`` is the first value of
+    the next leg (for the last kill: of the killed leg) that differs from the reference.
     """
 
     key: str
@@ -223,7 +223,7 @@ class KillRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SabotageRecord:
-    """Did the suite notice a defect that was put in on purpose? ``outcomes`` is by case."""
+    """Whether the suite caught a defect that was put in on purpose. ``outcomes`` is by case."""
 
     id: str
     title: str
@@ -329,7 +329,7 @@ def read_results(folder: Path) -> Results:
 
 
 def _require_schema(line: str, path: Path) -> None:
-    """Refuse another version before its fields are looked at, which may be others."""
+    """Refuse another schema version before its fields are read, which may differ."""
     try:
         schema = json.loads(line).get("schema", SCHEMA)
     except (ValueError, AttributeError):

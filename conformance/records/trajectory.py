@@ -1,8 +1,7 @@
-"""Trajectory records: what a trainer tells about each finished step, and how it is read back.
+"""Trajectory records: what a trainer records for each finished step, and their strict reader.
 
-A leg writes ``trajectory_rank_{R}.jsonl`` into a directory of its own, one JSON line a finished optimizer step. The
-reader is strict, because a comparison is only as good as its records: the one thing it forgives is a torn LAST line,
-which a rank killed while writing leaves behind.
+A leg writes ``trajectory_rank_{R}.jsonl`` into a directory of its own, one JSON line per finished optimizer step. The
+reader accepts one defect only, a torn LAST line, which a rank that is killed while writing leaves behind.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class RecordError(ValueError):
 class Digests:
     """Digests of one rank's state after a step, as hex text. A stream the device lacks is None.
 
-    ``extras`` is by name, for whatever else the trainer holds that has a state; most trainers have none.
+    ``extras`` is by name, for other stateful objects that the trainer holds; most trainers have none.
     """
 
     model: str

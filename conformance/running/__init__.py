@@ -1,1 +1,1 @@
-"""Running cases: sessions, legs, launchers, processes, and what a trainer is handed (job and probe)."""
+"""Runs cases: sessions, legs, launchers and processes, and the interface to a trainer (adapter, job, probe)."""

@@ -1,6 +1,6 @@
-"""How a trainer is plugged in. An adapter says what it can do and how a leg is started; it starts nothing itself.
+"""The interface to a trainer under test. An adapter describes what it can do and how a leg is started; it starts nothing itself.
 
-A :class:`Job` is all that a trainer is told. It has no place for an expectation, so none can reach it.
+A trainer gets a :class:`Job` and nothing more. A job has no field for an expectation, so none can reach the trainer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from conformance.matrix.given import Given
 from conformance.matrix.script import LegStep, Moment
 from conformance.plain_data import serial
 from conformance.records.evidence import JOB_NAME
-from conformance.records.file_operations import is_asked_for
+from conformance.records.file_operations import selects_operation
 
-# What a trainer may be able to do. A case that needs more than its adapter has is `unsupported`.
+# The abilities of a trainer. A case that needs one that its adapter lacks is `unsupported`.
 ABILITIES = frozenset(
     {
         "trajectory.loss",
@@ -39,27 +39,27 @@ ABILITIES = frozenset(
         "events.callbacks",
         "events.end",
         "events.value",
-        "fault.pause",  # it waits where a fault is asked for, see probe.Probe.moment
-        "fault.file_operation",  # it can wait before any change that it makes on disk
+        "fault.pause",  # it pauses at the moment of a fault, see probe.Probe.moment
+        "fault.file_operation",  # it can pause before any change that it makes on disk
         "resume.latest",
         "resume.path",
         "disk.dcp",  # global_step_N directories with .metadata, and the pointer
         "disk.look",
         "disk.edit",
-        "given.any",  # every word of conformance.matrix.given; without it only an empty `given` is run
+        "given.any",  # every key of conformance.matrix.given; without it only cases with an empty `given` run
         "given.config",  # it trains from a configuration file of its own
         "ranks.many",
     }
 )
 
 
-# Rank 0 publishes a save for all of them.
+# Moments of the publication, which rank 0 does for all ranks.
 _OF_RANK_ZERO = ("before_commit", "before_pointer", "before_retention")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFault:
-    """Where the leg waits to be killed, or raises."""
+    """The moment at which the leg pauses to be killed, or raises an error."""
 
     kind: Literal["kill", "terminate", "raise"]
     after_step: int
@@ -69,17 +69,17 @@ class JobFault:
     victims: str
 
     def is_awaited_by(self, world_size: int) -> tuple[int, ...]:
-        """The ranks that wait at its moment, of a leg of ``world_size``."""
+        """The ranks that must pause at its moment, in a leg of ``world_size`` ranks."""
         if self.moment in _OF_RANK_ZERO:
             return (0,)
         return tuple(range(world_size)) if self.rank is None else (self.rank,)
 
     def is_operation(self, number: int, what: str, where: str) -> bool:
-        """True for the change on disk that its ``operation`` numbers, and for every one that it names."""
-        return self.operation is not None and is_asked_for(self.operation, number, f"{what} {where}")
+        """True when its ``operation`` is this number, or a pattern that this change on disk matches."""
+        return self.operation is not None and selects_operation(self.operation, number, f"{what} {where}")
 
-    def strikes(self, world_size: int, nodes: int) -> tuple[int, ...]:
-        """The ranks that it is done to, of a leg of ``world_size`` on ``nodes`` of equal size; by way of their launcher too."""
+    def struck_ranks(self, world_size: int, nodes: int) -> tuple[int, ...]:
+        """The ranks that it ends, directly or through their launcher, in a leg of ``world_size`` ranks on ``nodes`` equal nodes."""
         kind, _, number = self.victims.partition("-")
         if kind == "all":
             return tuple(range(world_size))
@@ -91,10 +91,10 @@ class JobFault:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one process is told, as ``job.json`` in the leg's folder, which is also its working directory.
+    """What one process has to do: ``job.json`` in the leg's folder, which is also its working directory.
 
-    ``task``: ``train`` a leg; ``edit`` a step directory (``edit`` has the fault's ``kind`` and parameters); ``look`` into
-    ``step``. ``checkpoint_dir`` is relative to the working directory; ``restore_from`` is ``LATEST``, a path, or None.
+    ``task``: ``train`` a leg; ``edit`` a step directory (``edit`` has the fault's ``kind`` and parameters); ``look``: read
+    the step directory of ``step``. ``checkpoint_dir`` is relative to the working directory; ``restore_from`` is ``LATEST``, a path, or None.
     """
 
     task: Literal["train", "edit", "look"]
@@ -113,10 +113,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How one rank is started: a command line and what is added to the environment.
+    """How one rank is started: a command line, and additions to the environment.
 
-    ``preload``: a module with ``main(argv) -> exit code``. Where it is named, the rank is forked from a process that has it
-    imported already, and ``main`` gets ``argv`` without the interpreter and the module; else ``argv`` is executed.
+    ``preload``: a module with ``main(argv) -> exit code``. If it is set, the rank is forked from a process that has imported
+    the module, and calls ``main(arguments)``. Otherwise ``argv`` is executed.
     """
 
     argv: tuple[str, ...]
@@ -141,11 +141,11 @@ class Adapter(Protocol):
     """
 
     def describe(self) -> Description:
-        """Say what it is and can do. Cheap; starts nothing."""
+        """Return name, versions, abilities and devices. Cheap; starts nothing."""
         ...
 
     def launch(self, job: Job, rank: int) -> Launch:
-        """Say how a rank of a leg is started. ``job.json`` lies in its working directory."""
+        """Return how a rank of a leg is started. ``job.json`` is in its working directory."""
         ...
 
     def collect(self, job: Job, folder: Path) -> None:
@@ -161,7 +161,7 @@ def build_adapter(name: str) -> Adapter:
     """Return the adapter called ``name``.
 
     Raises:
-        KeyError: there is none.
+        KeyError: there is no such adapter.
     """
     module, _, attribute = ADAPTERS[name].partition(":")
     adapter: Adapter = getattr(importlib.import_module(module), attribute)()
@@ -169,13 +169,13 @@ def build_adapter(name: str) -> Adapter:
 
 
 def to_job(case: Case, leg: LegStep, *, sabotage: str | None, checkpoint_dir: str) -> Job:
-    """Turn one leg of a case into a job. Titles, reasons and expectations stay behind.
+    """Turn one leg of a case into a job, without title, reason and expectations.
 
     Args:
-        case: whose leg it is.
+        case: the case that the leg belongs to.
         leg: the leg.
-        sabotage: the defect to put in; never given to a reference.
-        checkpoint_dir: as the trainer is told it, relative to the leg's folder.
+        sabotage: the defect to install; a reference never gets one.
+        checkpoint_dir: the trainer's checkpoint directory, relative to the leg's folder.
     """
     made_from = case.leg_given(leg)
     return Job(
@@ -193,7 +193,7 @@ def to_job(case: Case, leg: LegStep, *, sabotage: str | None, checkpoint_dir: st
 
 
 def _resolve(restore_from: str | None, checkpoint_dir: str) -> str | None:
-    """``step:10`` and ``dir:NAME`` as paths; everything else as it is."""
+    """``step:10`` and ``dir:NAME`` as paths; any other value unchanged."""
     if restore_from is None:
         return None
     kind, _, rest = restore_from.partition(":")

@@ -1,10 +1,10 @@
-"""Ranks and workers that cost hundredths of a second: forked from a process that has torch loaded and has no threads.
+"""Ranks and workers that start in hundredths of a second: forked from a process that has imported torch and has no threads.
 
-Two layers. :class:`Workers` are clean interpreters, one a core, that load torch once and then take jobs. Inside such a
+Two layers. :class:`Workers` are clean interpreters, one per core, that import torch once and then take jobs. Inside such a
 worker :func:`run_ranks` forks the ranks of one case, which share a gloo group, and :func:`run_alone` forks a single process.
-Both end what they started, by its id, when the time limit has passed: a hang is a result (``hung``), never a wait.
+Both kill the processes that they started when the time limit has passed: a hang is a result (``hung``), not an endless wait.
 
-The worker itself never computes with torch and never makes a process group, so that nothing half-locked is inherited.
+The worker itself never computes with torch and never makes a process group, so that a child inherits no lock that is held.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from conformance.running.joining import wait_for_all
 
 LIMIT_SECONDS = 20.0
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-# What a save or a load imports on its way, so that a rank finds it there; torch._dynamo alone takes a second.
+# What a save or a load imports at its first use. Imported before the fork, so no rank pays for it; torch._dynamo takes a second.
 _LOADED = (
     "numpy.random",
     "torch._dynamo",
@@ -48,8 +48,8 @@ _CHUNK = 1 << 16
 class Ended:
     """How one process ended.
 
-    ``value`` is what its function returned. ``error`` and ``message`` are the class and text of what it raised, ``trace``
-    where. A process that ``died`` has its exit status in ``message`` (a negative one is the signal).
+    ``value`` is what its function returned; ``error``, ``message`` and ``trace`` are class, text and traceback of what it
+    raised. For a process that ``died`` the ``message`` holds the exit status (negative: the signal).
     """
 
     rank: int
@@ -60,7 +60,7 @@ class Ended:
     trace: str = ""
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line for a report."""
         if self.how == "raised":
             return f"rank {self.rank} raised {self.error}: {self.message}"
@@ -74,24 +74,24 @@ def run_ranks(
     limit_seconds: float = LIMIT_SECONDS,
     collective_seconds: float = 600.0,
 ) -> list[Ended]:
-    """Call ``function(*args)`` in ``world_size`` forked processes that share a gloo group; one :class:`Ended` a rank.
+    """Call ``function(*args)`` in ``world_size`` forked processes that share a gloo group; one :class:`Ended` per rank.
 
-    ``limit_seconds`` is for all of it. With ``collective_seconds`` a rank that waits so long for another in one collective gets
-    torch's error there; by default it goes on waiting, to be found hanging.
+    ``limit_seconds`` is for the whole call. ``collective_seconds`` is the timeout of one collective, after which torch raises in
+    it; the default is so long that such a rank is reported as ``hung`` instead.
 
-    Closures are fine, nothing but the results is pickled. RANK, LOCAL_RANK and WORLD_SIZE are set as torchrun sets them. No
-    rank begins before all have joined the group, and none leaves before all have told their result, so none is missed in
-    another's handshake or last collective. To be called in a process without threads (a worker, or :func:`run_alone`).
+    Closures are allowed: only results are pickled. RANK, LOCAL_RANK and WORLD_SIZE are set as torchrun sets them. No rank
+    begins before all have joined the group, and none exits before all have sent their result, so no rank disappears during
+    another's handshake or last collective. Call it in a process without threads (a worker, or :func:`run_alone`).
     """
     folder = tempfile.mkdtemp(prefix="ranks-", dir=scratch())
     try:
         store = os.path.join(folder, "store")  # noqa: PTH118  what FileStore takes
 
-        def life(rank: int) -> Any:
+        def body(rank: int) -> Any:
             _join_group(store, rank, world_size, collective_seconds)
             return function(*args)
 
-        return _run_forked(life, world_size, limit_seconds)
+        return _run_forked(body, world_size, limit_seconds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -102,7 +102,7 @@ def run_alone(function: Callable[..., Any], *args: Any, limit_seconds: float = L
 
 
 def scratch() -> str | None:
-    """Where short-lived roots are made: in memory where that is offered, else (None) where temporary files go."""
+    """The folder for short-lived checkpoint roots: in memory where there is one, otherwise None (the default for temporary files)."""
     memory = Path("/dev/shm")
     return str(memory) if sys.platform == "linux" and os.access(memory, os.W_OK) else None
 
@@ -117,15 +117,15 @@ def _join_group(store: str, rank: int, world_size: int, collective_seconds: floa
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeout = timedelta(seconds=collective_seconds)
-    meeting = FileStore(store, world_size)
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size, timeout=timeout)
-    wait_for_all(meeting, rank, world_size, timeout)
+    store_client = FileStore(store, world_size)
+    dist.init_process_group("gloo", store=store_client, rank=rank, world_size=world_size, timeout=timeout)
+    wait_for_all(store_client, rank, world_size, timeout)
 
 
-def _run_forked(life: Callable[[int], Any], world_size: int, limit_seconds: float) -> list[Ended]:
+def _run_forked(body: Callable[[int], Any], world_size: int, limit_seconds: float) -> list[Ended]:
     gate_read, gate_write = os.pipe()
     children: list[tuple[int, int]] = []  # process id, where its result is read
-    late: set[int] = set(range(world_size))  # all of them, should this be broken off
+    late: set[int] = set(range(world_size))  # all of them, if this is interrupted
     statuses: list[int] = []
     contents: list[bytes] = []
     try:
@@ -134,7 +134,7 @@ def _run_forked(life: Callable[[int], Any], world_size: int, limit_seconds: floa
             pid = os.fork()
             if pid == 0:
                 os.close(gate_write)
-                _child(life, rank, writer, gate_read)
+                _child(body, rank, writer, gate_read)
             os.close(writer)
             children.append((pid, reader))
         contents, late = _read_all([reader for _, reader in children], time.monotonic() + limit_seconds)
@@ -149,20 +149,20 @@ def _run_forked(life: Callable[[int], Any], world_size: int, limit_seconds: floa
     return [_ended(rank, contents[rank], statuses[rank], rank in late) for rank in range(world_size)]
 
 
-def _child(life: Callable[[int], Any], rank: int, writer: int, gate: int) -> NoReturn:
-    """The whole life of a forked process; it never returns into the code that forked it."""
+def _child(body: Callable[[int], Any], rank: int, writer: int, gate: int) -> NoReturn:
+    """Run a forked process to its end; never returns into the code that forked it."""
     try:
         _die_with_parent()
-        # Whatever C++ libraries have to say about a group that breaks goes nowhere; the result says it.
+        # Discard what C++ libraries print about a broken group; the result reports it.
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
-        message = _outcome(life, rank)
+        message = _outcome(body, rank)
         view = memoryview(message)
         while view:
             view = view[os.write(writer, view) :]
         os.close(writer)
-        os.read(gate, 1)  # until the parent has heard everybody
+        os.read(gate, 1)  # until the parent has read every result
     finally:
         os._exit(0)
 
@@ -172,9 +172,9 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
-def _outcome(life: Callable[[int], Any], rank: int) -> bytes:
+def _outcome(body: Callable[[int], Any], rank: int) -> bytes:
     try:
-        return pickle.dumps(Ended(rank=rank, how="returned", value=life(rank)))
+        return pickle.dumps(Ended(rank=rank, how="returned", value=body(rank)))
     except BaseException as error:  # noqa: BLE001  SystemExit and torch's own BaseExceptions are results here too
         trace = "".join(traceback.format_exception(error))
         return pickle.dumps(Ended(rank=rank, how="raised", error=type(error).__name__, message=str(error), trace=trace))

@@ -1,4 +1,4 @@
-"""What a process group leaves open: that a rank has joined says nothing about the others."""
+"""Waiting until every rank has joined a process group: that one rank has joined says nothing about the others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class _Store(Protocol):
 
 
 def wait_for_all(store: _Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Return when every rank has come here; to be called right after ``init_process_group``, with the store it was given.
+    """Return when every rank has called this. Call it right after ``init_process_group``, with the same store.
 
-    gloo's ``init_process_group`` returns on a rank whose own connections stand, while another may be in the middle of its
-    handshake. A rank that ends then makes the other's ``init_process_group`` raise (connectFullMesh: connection closed by
-    peer), and a death in the test looks like a failure to start. The store is met in, and not the group: the last collective
-    of a meeting has the same gap.
+    gloo's ``init_process_group`` returns on a rank whose own connections are ready while another rank may still be in its
+    handshake. If the first rank exits then, ``init_process_group`` raises on the other (connectFullMesh: connection closed by
+    peer), and a death in the test looks like a failure to start. The ranks wait in the store and not in a collective of the
+    group, because the last collective has the same gap.
 
     Raises:
         RuntimeError: from the store; ``timeout`` has passed.

@@ -1,4 +1,4 @@
-"""What starts the ranks of a leg, and what is known of them: the interface between legs and launchers."""
+"""The interface between legs and launchers: how ranks are started, polled, signalled and cleaned up."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from conformance.records.results import RankEnd
 from conformance.running.adapter import Launch
 
 
-class HostError(RuntimeError):
-    """The warm server died or does not answer; nothing is known of the leg then."""
+class LauncherError(RuntimeError):
+    """The launcher can't start or follow a leg (a warm server died or does not answer): nothing is known of the leg then."""
 
 
 class Rank(Protocol):
     """One started process."""
 
     def poll(self) -> RankEnd | None:
-        """How it ended; None while it lives."""
+        """How it ended; None while it is alive."""
         ...
 
     def send(self, number: signal.Signals) -> None:
-        """Signal it, if it lives."""
+        """Send it a signal, if it is alive."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class LegOrder:
-    """What is to be started: ``launches`` by rank, in ``folder``, as ``nodes`` of equal size."""
+    """A leg to be started: ``launches`` by rank, in ``folder``, on ``nodes`` of equal size."""
 
     folder: Path
     launches: tuple[Launch, ...]
@@ -39,7 +39,7 @@ class LegOrder:
 
 
 class RunningLeg(Protocol):
-    """A leg that was started: its ranks, and the processes that started them where these live beside them."""
+    """A started leg: its ranks, and its agents (the launcher processes, where there are any)."""
 
     @property
     def name(self) -> str:
@@ -53,49 +53,49 @@ class RunningLeg(Protocol):
 
     @property
     def agents(self) -> Sequence[Rank]:
-        """By node; none for a launcher that is no process of the leg."""
+        """The launcher process of each node; empty where the launcher is no process of the leg."""
         ...
 
-    def strike(self, ranks: Sequence[int], number: signal.Signals) -> None:
-        """Signal these ranks, and the agents of the nodes that lose all their ranks by it."""
+    def send_signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
+        """Send a signal to these ranks, and to the agent of each node whose ranks are all among them."""
         ...
 
-    def strike_launcher(self, node: int, number: signal.Signals) -> None:
-        """Signal a node's agent alone; returns when that has passed the signal on to its ranks.
+    def signal_launcher(self, node: int, number: signal.Signals) -> None:
+        """Send a signal to a node's agent alone; returns when the agent has passed it on to its ranks.
 
         Raises:
-            HostError: there is no agent, or it does not pass it on.
+            LauncherError: there is no agent, or it does not pass the signal on.
         """
         ...
 
     def dump(self) -> None:
-        """Make every living rank write its Python stacks into its log, which ends it."""
+        """Make every living rank write its Python stacks into its log; this ends the rank."""
         ...
 
     def clear(self) -> list[int]:
-        """Kill whatever is left of a leg whose ranks have ended; the process ids that were."""
+        """Kill every process that is left of a leg whose ranks have ended; returns their process ids."""
         ...
 
 
 class Launcher(Protocol):
-    """What starts legs. Threads may share it."""
+    """Starts legs. Threads may share it."""
 
     def start(self, order: LegOrder) -> RunningLeg:
         """Start every rank.
 
         Raises:
-            HostError: they can't be started.
+            LauncherError: they can't be started.
         """
         ...
 
     def wait(self) -> None:
-        """Wait a moment, at most until something is known."""
+        """Wait for a short time, or until there is news of a rank."""
         ...
 
     def stop(self) -> None:
-        """Kill every running leg, whose thread then comes to its end, and start no other. Any thread may call it."""
+        """Kill every running leg, so that its thread ends, and start no more. Any thread may call it."""
         ...
 
     def close(self) -> None:
-        """End everything that it has started."""
+        """End every process that it has started."""
         ...

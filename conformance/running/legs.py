@@ -1,4 +1,4 @@
-"""One leg's life, from its job to its record: start the ranks, act at the fault, learn how each ended."""
+"""Runs one leg, from its job to its record: starts the ranks, injects the fault, reads how each process ended."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from conformance.records.evidence import (
 from conformance.records.results import AskedFault, LegRecord, RankEnd
 from conformance.records.trajectory import RecordError, read_trajectory
 from conformance.running.adapter import Adapter, Job, JobFault, write_job
-from conformance.running.launching import HostError, Launcher, LegOrder, Rank, RunningLeg
+from conformance.running.launching import Launcher, LauncherError, LegOrder, Rank, RunningLeg
 from conformance.running.probe import JOB_VARIABLE
 
-TROUBLE_EXIT = 70  # EX_SOFTWARE: the leg's own code says that it is broken, whatever the trainer does
+TROUBLE_EXIT = 70  # EX_SOFTWARE: the adapter's own code is broken, whatever the trainer does
 _DEATH_SECONDS = 10.0
 # How long a hanging leg may take to write its stacks.
 _DUMP_SECONDS = 3.0
@@ -40,9 +40,9 @@ _SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}
 
 @dataclass(frozen=True, kw_only=True)
 class LegPlan:
-    """A leg that is to be run. ``folder`` (absolute) is its own, ``run`` the run's, ``disk`` what is listed around it.
+    """A leg to be run: ``folder`` (absolute) is the leg's, ``run`` the run's, ``disk`` is listed before and after it.
 
-    ``listed`` false leaves the listings out: they read every byte of the disk.
+    ``listed`` false leaves the listings out, which read every byte of the disk.
     """
 
     key: str
@@ -56,7 +56,7 @@ class LegPlan:
 
 
 @dataclass
-class _Life:
+class _LegState:
     ends: list[RankEnd | None] = field(default_factory=list)
     agents: list[RankEnd | None] = field(default_factory=list)
     reached: tuple[int, ...] = ()
@@ -66,13 +66,13 @@ class _Life:
 
 
 def run_leg(plan: LegPlan, adapter: Adapter, launcher: Launcher) -> LegRecord:
-    """Run one leg to its end, its fault or its limit, and say what happened. Everything that it started is dead by then."""
+    """Run one leg to its end, its fault or its limit, and return its record. All its processes are dead then."""
     plan.folder.mkdir(parents=True)
     plan.disk.mkdir(parents=True, exist_ok=True)
     write_job(plan.job, plan.folder)
     _store_listing(plan, DISK_BEFORE)
     launches = tuple(adapter.launch(plan.job, rank) for rank in range(plan.job.world_size))
-    life = _Life(ends=[None] * plan.job.world_size)
+    state = _LegState(ends=[None] * plan.job.world_size)
     started_at, begun = datetime.now(UTC), time.monotonic()
     try:
         order = LegOrder(
@@ -82,35 +82,35 @@ def run_leg(plan: LegPlan, adapter: Adapter, launcher: Launcher) -> LegRecord:
             nodes=plan.job.nodes,
         )
         leg = launcher.start(order)
-        # A warm server may have had to be started first, which is no part of the leg's life.
+        # The start of a warm server is no part of the leg's time.
         started_at, begun = datetime.now(UTC), time.monotonic()
-        _live(plan, life, leg, launcher)
-    except (HostError, OSError) as error:
-        life.trouble = f"{type(error).__name__}: {error}"
+        _follow(plan, state, leg, launcher)
+    except (LauncherError, OSError) as error:
+        state.trouble = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - begun
     _store_listing(plan, DISK_AFTER)
     _store_pointer(plan)
-    if life.trouble is None:
-        life.trouble = _collect(plan, adapter) or _trouble(plan, life)
+    if state.trouble is None:
+        state.trouble = _collect(plan, adapter) or _trouble(plan, state)
     first, last = _steps(plan)
     return LegRecord(
         key=plan.key,
         leg=plan.job.leg,
         folder=str(plan.folder.relative_to(plan.run)),
-        launcher=life.name,
+        launcher=state.name,
         argv=tuple("python" if word == sys.executable else word for word in launches[0].argv),
         until_step=plan.job.until_step,
         restore_from=plan.job.restore_from,
         checkpoint_dir=os.path.normpath(plan.job.given.folder),
         sabotage=plan.job.sabotage,
         shared=plan.shared,
-        agents=_known(life.agents),
-        ranks=_known(life.ends),
+        agents=_known(state.agents),
+        ranks=_known(state.ends),
         first_steps=first,
         last_steps=last,
-        fault=_asked(plan, life),
-        timed_out=life.timed_out,
-        trouble=life.trouble,
+        fault=_asked_fault(plan, state),
+        timed_out=state.timed_out,
+        trouble=state.trouble,
         started_at=started_at.isoformat(timespec="milliseconds"),
         seconds=seconds,
     )
@@ -120,29 +120,29 @@ def _known(ends: Sequence[RankEnd | None]) -> tuple[RankEnd, ...]:
     return tuple(end or RankEnd(exit_code=None, signal=None) for end in ends)
 
 
-def _live(plan: LegPlan, life: _Life, leg: RunningLeg, launcher: Launcher) -> None:
-    """Follow a leg until nothing of it is alive, however this ends."""
-    life.name, life.agents = leg.name, [None] * len(leg.agents)
+def _follow(plan: LegPlan, state: _LegState, leg: RunningLeg, launcher: Launcher) -> None:
+    """Follow a leg until none of its processes is alive, also when this raises."""
+    state.name, state.agents = leg.name, [None] * len(leg.agents)
     try:
-        _watch(plan, life, leg, launcher)
+        _poll_until_ended(plan, state, leg, launcher)
     finally:
-        # A warm server that is gone took its ranks along, but not what these left behind.
-        with contextlib.suppress(HostError):
-            leg.strike(range(plan.job.world_size), signal.SIGKILL)
+        # A warm server that died killed its ranks, but not the processes that these started.
+        with contextlib.suppress(LauncherError):
+            leg.send_signal(range(plan.job.world_size), signal.SIGKILL)
         left = leg.clear()
-    if left and not _may_leave(plan, life):
-        life.trouble = f"processes {left} were left behind; they are killed now"
+    if left and not _may_leave(plan, state):
+        state.trouble = f"processes {left} were left behind; they are killed now"
 
 
-def _may_leave(plan: LegPlan, life: _Life) -> bool:
-    """True for a leg whose ranks were killed: what a killed process had started is nobody's fault but the killer's."""
+def _may_leave(plan: LegPlan, state: _LegState) -> bool:
+    """True for a leg whose ranks were killed: the processes that they had started are then left behind by the kill."""
     fault = plan.job.fault
-    is_killed = fault is not None and fault.kind == "kill" and bool(life.reached)
-    return life.timed_out or is_killed
+    is_killed = fault is not None and fault.kind == "kill" and bool(state.reached)
+    return state.timed_out or is_killed
 
 
-def _watch(plan: LegPlan, life: _Life, leg: RunningLeg, launcher: Launcher) -> None:
-    """Follow the ranks until all are dead; act at the fault, and at the limit."""
+def _poll_until_ended(plan: LegPlan, state: _LegState, leg: RunningLeg, launcher: Launcher) -> None:
+    """Poll the ranks until all are dead; inject the fault when it is reached, and kill at the limit."""
     begun = time.monotonic()
     limits = [
         plan.limit_seconds,
@@ -151,17 +151,17 @@ def _watch(plan: LegPlan, life: _Life, leg: RunningLeg, launcher: Launcher) -> N
     ]
     acted = False
     while True:
-        life.ends = _poll(life.ends, leg.ranks)
-        life.agents = _poll(life.agents, leg.agents)
-        if all(life.ends) and all(life.agents):
+        state.ends = _poll(state.ends, leg.ranks)
+        state.agents = _poll(state.agents, leg.agents)
+        if all(state.ends) and all(state.agents):
             return
         if not acted and plan.job.fault is not None and plan.job.fault.kind in _SIGNALS:
-            acted = _strike_when_reached(plan, life, leg)
+            acted = _inject_when_reached(plan, state, leg)
         if time.monotonic() > begun + limits[0]:
             del limits[0]
             if not limits:
-                raise HostError(f"a process survives SIGKILL for {_DEATH_SECONDS:g} s")
-            _end_hanging(plan, life, leg)
+                raise LauncherError(f"a process survives SIGKILL for {_DEATH_SECONDS:g} s")
+            _end_hanging(plan, state, leg)
         launcher.wait()
 
 
@@ -169,44 +169,44 @@ def _poll(ends: Sequence[RankEnd | None], processes: Sequence[Rank]) -> list[Ran
     return [end or process.poll() for end, process in zip(ends, processes, strict=True)]
 
 
-def _strike_when_reached(plan: LegPlan, life: _Life, leg: RunningLeg) -> bool:
-    """Do what the job's fault says once every rank that it waits for is at its place."""
+def _inject_when_reached(plan: LegPlan, state: _LegState, leg: RunningLeg) -> bool:
+    """Inject the job's fault once every rank that has to pause there does."""
     fault = plan.job.fault
     assert fault is not None
     awaited = fault.is_awaited_by(plan.job.world_size)
-    life.reached = tuple(rank for rank in awaited if _is_paused(plan, rank))
-    if life.reached != awaited:
+    state.reached = tuple(rank for rank in awaited if _is_paused(plan, rank))
+    if state.reached != awaited:
         return False
-    struck = fault.strikes(plan.job.world_size, plan.job.nodes)
+    struck = fault.struck_ranks(plan.job.world_size, plan.job.nodes)
     kind, _, node = fault.victims.partition("-")
     if kind == "launcher":
-        leg.strike_launcher(int(node), _SIGNALS[fault.kind])
+        leg.signal_launcher(int(node), _SIGNALS[fault.kind])
     else:
-        leg.strike(struck, _SIGNALS[fault.kind])
+        leg.send_signal(struck, _SIGNALS[fault.kind])
     if fault.kind == "terminate" or len(struck) < plan.job.world_size:
-        # Who handles the signal, or is spared, goes on from where it waits.
+        # Ranks that handle the signal, or do not get it, go on from where they pause.
         (plan.folder / "go").touch()
     return True
 
 
-def _end_hanging(plan: LegPlan, life: _Life, leg: RunningLeg) -> None:
-    """First have every rank write where it hangs; what is alive after that is killed."""
-    if not life.timed_out:
-        life.timed_out = True
+def _end_hanging(plan: LegPlan, state: _LegState, leg: RunningLeg) -> None:
+    """First make every rank write its stacks; at the second call kill what is still alive."""
+    if not state.timed_out:
+        state.timed_out = True
         leg.dump()
     else:
-        leg.strike(range(plan.job.world_size), signal.SIGKILL)
+        leg.send_signal(range(plan.job.world_size), signal.SIGKILL)
 
 
 def _is_paused(plan: LegPlan, rank: int) -> bool:
     return (plan.folder / f"paused_rank_{rank}").exists()
 
 
-def _asked(plan: LegPlan, life: _Life) -> AskedFault | None:
+def _asked_fault(plan: LegPlan, state: _LegState) -> AskedFault | None:
     fault = plan.job.fault
     if fault is None:
         return None
-    reached = life.reached
+    reached = state.reached
     if fault.kind == "raise":
         reached = tuple(rank for rank in range(plan.job.world_size) if _raised(plan, rank))
     return AskedFault(
@@ -217,7 +217,7 @@ def _asked(plan: LegPlan, life: _Life) -> AskedFault | None:
         operation=_operation_number(plan, fault),
         victims=fault.victims,
         awaited=fault.is_awaited_by(plan.job.world_size),
-        struck=fault.strikes(plan.job.world_size, plan.job.nodes),
+        struck=fault.struck_ranks(plan.job.world_size, plan.job.nodes),
         reached_by=reached,
     )
 
@@ -247,23 +247,23 @@ def _events(plan: LegPlan, rank: int) -> Sequence[Event]:
 def _collect(plan: LegPlan, adapter: Adapter) -> str | None:
     try:
         adapter.collect(plan.job, plan.folder)
-    except Exception as error:  # noqa: BLE001  an adapter of anyone
-        return f"the adapter can't read what the trainer left: {type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001  any error of any adapter
+        return f"the adapter can't read the trainer's output: {type(error).__name__}: {error}"
     return None
 
 
-def _trouble(plan: LegPlan, life: _Life) -> str | None:
-    """What makes the leg no evidence at all: it says so itself, it never began, or what it told can't be read."""
-    for rank, end in enumerate(life.ends):
+def _trouble(plan: LegPlan, state: _LegState) -> str | None:
+    """Why the leg can't be evidence: it reports trouble itself, it never started, or its events can't be read."""
+    for rank, end in enumerate(state.ends):
         try:
             events = read_events(plan.folder / f"events_rank_{rank}.jsonl", rank)
         except EvidenceError as error:
             return f"{error}; {_log_tail(plan, rank)}"
-        told = [str(event.data.get("message")) for event in events if event.kind == "trouble"]
-        if told or (end is not None and end.exit_code == TROUBLE_EXIT):
-            return told[0] if told else f"rank {rank} ended with {TROUBLE_EXIT}; {_log_tail(plan, rank)}"
+        messages = [str(event.data.get("message")) for event in events if event.kind == "trouble"]
+        if messages or (end is not None and end.exit_code == TROUBLE_EXIT):
+            return messages[0] if messages else f"rank {rank} ended with {TROUBLE_EXIT}; {_log_tail(plan, rank)}"
         if not any(event.kind == "start" for event in events):
-            return f"rank {rank} never said that it started; {_log_tail(plan, rank)}"
+            return f"rank {rank} never reported that it started; {_log_tail(plan, rank)}"
     return None
 
 
@@ -294,7 +294,7 @@ def _store_pointer(plan: LegPlan) -> None:
 
 
 def _log_tail(plan: LegPlan, rank: int) -> str:
-    """What a rank said last; where it said nothing, what started it."""
+    """The last lines of a rank's log, or of its agent's where the rank wrote nothing."""
     for log in (rank_log(plan.folder, rank), *sorted(plan.folder.glob("log_agent_*.txt"))):
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
         if lines:

@@ -1,7 +1,6 @@
-"""The one file that a trainer under test imports: it reads the job, tells events and steps, and waits where it is told.
+"""The one file that a trainer under test imports: it reads the job, records events and steps, and pauses at the job's fault.
 
-Standard library only, and nothing else of this room. Everything is flushed line by line, so that what a leg told before it
-was killed is there.
+It imports the standard library only. Every line is flushed, so that what a leg recorded before it was killed is on disk.
 
     probe = Probe.from_environment()
     probe.event("start", versions={"mine": "1.0"})
@@ -32,11 +31,11 @@ _TRACE_LINES = 12
 
 
 class PlannedStopError(Exception):
-    """The error that a job asked for."""
+    """The error that a job's fault of kind ``raise`` demands."""
 
 
 class Probe:
-    """One rank's line to the runner. ``job`` is the job as plain data; files are written into its folder."""
+    """One rank's reports to the runner. ``job`` is the job as plain data; files are written into its folder."""
 
     def __init__(self, job: Mapping[str, Any], folder: Path, rank: int) -> None:
         """Open the files of ``rank``; the clock of ``at`` starts now."""
@@ -44,7 +43,7 @@ class Probe:
         self.folder = folder
         self.rank = rank
         self._begun = time.monotonic()
-        # A save in the background tells too.
+        # A save in the background reports from its own thread.
         self._lock = threading.Lock()
         self._events = (folder / f"events_rank_{rank}.jsonl").open("a", encoding="utf-8")
         self._steps = folder / f"trajectory_rank_{rank}.jsonl"
@@ -57,7 +56,7 @@ class Probe:
         return cls(job, path.parent, int(os.environ.get(RANK_VARIABLE, "0")))
 
     def event(self, kind: str, **data: Any) -> None:
-        """Tell an event. Kinds and what they hold:
+        """Record an event. The kinds and their fields:
 
         ``start`` versions · ``configuration`` values (of each field by its dotted name: value, source) · ``built`` buckets
         (before anything is restored) · ``callbacks`` names · ``log`` level, logger, message · ``begin`` global_step, epoch,
@@ -107,12 +106,12 @@ class Probe:
             file.write(json.dumps(record) + "\n")
 
     def moment(self, name: str, global_step: int) -> None:
-        """Say that training stands at a moment (``after_step``, ``before_save``...). If a fault is asked for here: wait for it.
+        """Report that training is at a moment (``after_step``, ``before_save``...). If the job's fault is here, pause for it.
 
-        A process that is to be killed never comes back from here. One that is to be terminated, and handles SIGTERM, does.
+        For a ``kill`` this never returns. For a ``terminate`` it returns if the process handles SIGTERM.
 
         Raises:
-            PlannedStopError: the job asked for an error here.
+            PlannedStopError: the fault is of kind ``raise``.
         """
         fault = self.job.get("fault")
         if not fault or fault["moment"] != name or fault["after_step"] != global_step:
@@ -126,7 +125,7 @@ class Probe:
             time.sleep(_POLL_SECONDS)
 
     def error(self, error: BaseException) -> None:
-        """Tell an error: its class, the classes it derives from (nearest first), its message."""
+        """Record an error: its class, its base classes (nearest first), its message."""
         trace = traceback.format_exception(error)
         print("".join(trace), file=sys.stderr, flush=True)
         self.event(
@@ -137,8 +136,8 @@ class Probe:
             trace="".join(trace[-_TRACE_LINES:]),
         )
 
-    def watch_logs(self, logger: str) -> None:
-        """Tell every line of this logger and those below it (INFO and up), and every Python warning, as events."""
+    def capture_logs(self, logger: str) -> None:
+        """Record every line of this logger and its children (INFO and up), and every Python warning, as events."""
         handler = _EventHandler(self)
         for name in (logger, "py.warnings"):
             logging.getLogger(name).addHandler(handler)
@@ -157,14 +156,14 @@ class _EventHandler(logging.Handler):
 
 
 def digest(value: Any) -> str:
-    """A digest of nested state: names, types, shapes and bytes. Equal exactly when all bits are; dict order does not count."""
+    """A digest of nested state: names, types, shapes and bytes. Equal if and only if all bits are equal; dict order is ignored."""
     hasher = hashlib.blake2b(digest_size=8)
     _feed(hasher, value)
     return hasher.hexdigest()
 
 
 def describe(value: Any) -> str:
-    """One entry as text: a tensor is ``float32[8,8] DIGEST`` (and ``zero`` when it is), a plain value its repr if short."""
+    """One entry as text: ``float32[8,8] DIGEST`` for a tensor (``zero`` is added when all its elements are), otherwise a short repr."""
     if _is_array(value):
         array = _array(value)
         kind = str(value.dtype).removeprefix("torch.")
@@ -197,7 +196,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _array(value: Any) -> Any:
-    """A tensor's bytes, or a numpy array's; a sharded tensor's own part."""
+    """The bytes of a tensor or numpy array; of a sharded tensor this rank's shard."""
     if hasattr(value, "to_local"):
         value = value.to_local()
     if hasattr(value, "detach"):
@@ -218,7 +217,7 @@ def _feed(hasher: Any, value: Any) -> None:
             hasher.update(f"key {key!r} ".encode())
             _feed(hasher, value[key])
     elif isinstance(value, (list, tuple)):
-        # One repr where all is plain: a random stream is a list of 625 numbers.
+        # One repr for a flat list, for speed: a random stream is a list of 625 numbers.
         if any(_is_nested(item) for item in value):
             hasher.update(f"sequence {len(value)} ".encode())
             for item in value:

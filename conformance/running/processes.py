@@ -1,7 +1,6 @@
-"""Starting the ranks of a leg and learning how they ended: cold (an interpreter each) or warm (forked from a server).
+"""Starts the ranks of a leg and reads how they ended: cold (one interpreter per rank) or warm (forked from a server).
 
-What starts a leg is a :class:`conformance.running.launching.Launcher`; the one here is :class:`Hosts`, ``st`` has
-another for torchrun.
+:class:`LocalLauncher` is a :class:`conformance.running.launching.Launcher`; ``st`` has another for torchrun.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from typing import Any
 from conformance.records.evidence import rank_log
 from conformance.records.results import RankEnd
 from conformance.running.adapter import Launch
-from conformance.running.launching import HostError, LegOrder, Rank, RunningLeg
+from conformance.running.launching import LauncherError, LegOrder, Rank, RunningLeg
 from conformance.running.leftovers import SERVER, kill_leftovers, kill_process_group
 
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.004
-# One thread a leg: the machine is shared, and sums in one order keep the bits.
-# Python's fault handler writes the stacks of all threads when a rank is told to abort, whatever it hangs in.
+# One thread per rank: cases share the machine, and a fixed order of summation keeps results bit for bit equal.
+# Python's fault handler writes the stacks of all threads on SIGABRT, whatever the rank hangs in.
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONFAULTHANDLER": "1"}
 
 
@@ -50,7 +49,7 @@ class ColdRank:
         self._pid = self._process.pid
 
     def poll(self) -> RankEnd | None:
-        """How it ended; what is left of its session is killed then."""
+        """How it ended; kills what is left of its session."""
         code = self._process.poll()
         if code is None:
             return None
@@ -65,24 +64,24 @@ class ColdRank:
 class WarmRank:
     """A rank forked by a server."""
 
-    def __init__(self, host: WarmHost, number: int) -> None:
-        """Made by :meth:`WarmHost.start`."""
-        self._host, self._number = host, number
+    def __init__(self, server: WarmServer, number: int) -> None:
+        """Made by :meth:`WarmServer.start`."""
+        self._server, self._number = server, number
 
     def poll(self) -> RankEnd | None:
         """How it ended."""
-        status = self._host.status_of(self._number)
+        status = self._server.status_of(self._number)
         if status is None:
             return None
         return rank_end(os.waitstatus_to_exitcode(status))
 
     def send(self, number: signal.Signals) -> None:
         """Signal it."""
-        self._host.send(self._number, number)
+        self._server.send(self._number, number)
 
 
-class WarmHost:
-    """A server with one module imported. Threads may share it."""
+class WarmServer:
+    """A warm server: a process that has one module imported and forks ranks. Threads may share it."""
 
     def __init__(self, module: str, log: Path) -> None:
         """Start the server; the first :meth:`start` waits until it is ready. ``log`` gets what it prints."""
@@ -108,11 +107,11 @@ class WarmHost:
         """Fork a rank that runs the module's ``main``.
 
         Raises:
-            HostError: the server died, or is not ready in time.
+            LauncherError: the server died, or is not ready in time.
         """
         self._wait_until(lambda: self._ready)
         number = next(self._numbers)
-        self.tell(
+        self.send_order(
             {
                 "start": number,
                 "arguments": list(launch.arguments),
@@ -128,30 +127,30 @@ class WarmHost:
         """The wait status of a dead rank, or None; what is left of its session is killed.
 
         Raises:
-            HostError: the server died, so nothing will be known of the rank.
+            LauncherError: the server died, so nothing will be known of the rank.
         """
         with self._news:
             status = self._ended.get(number)
             if status is None and self._is_lost:
-                raise self._lost()
+                raise self._server_gone()
             pid = self._pids.pop(number, None) if status is not None else None
         if pid is not None:
             kill_process_group(pid)
         return status
 
     def send(self, number: int, which: signal.Signals) -> None:
-        """Signal a rank, if it lives: at once, not by way of the server, so that it has the signal when this returns."""
+        """Send a signal to a rank, if it is alive. Sent directly and not by the server, so that it has arrived when this returns."""
         with self._news:
             pid = self._pids.get(number)
             if pid is not None and number not in self._ended:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, which)
 
-    def tell(self, order: Mapping[str, Any]) -> None:
+    def send_order(self, order: Mapping[str, Any]) -> None:
         """Send one order.
 
         Raises:
-            HostError: the server died.
+            LauncherError: the server died.
         """
         assert self._process.stdin is not None
         try:
@@ -159,10 +158,10 @@ class WarmHost:
                 self._process.stdin.write(json.dumps(order).encode() + b"\n")
                 self._process.stdin.flush()
         except (OSError, ValueError) as error:  # ValueError: closed from this side
-            raise self._lost() from error
+            raise self._server_gone() from error
 
     def wait(self, seconds: float) -> None:
-        """Wait for an answer to anybody, at most so long."""
+        """Wait for the next answer of the server, for ``seconds`` at most."""
         with self._news:
             self._news.wait(seconds)
 
@@ -173,7 +172,7 @@ class WarmHost:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         if not self._ready:
-            # It still imports, so it has no children, and would not hear.
+            # It is still importing: it has no children, and does not read its input yet.
             self._process.kill()
         try:
             self._process.wait(timeout=10)
@@ -187,7 +186,7 @@ class WarmHost:
         with self._news:
             met = self._news.wait_for(lambda: condition() or self._is_lost, timeout=_START_SECONDS)
             if not met or self._is_lost:
-                raise self._lost()
+                raise self._server_gone()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -204,13 +203,13 @@ class WarmHost:
             self._is_lost = True
             self._news.notify_all()
 
-    def _lost(self) -> HostError:
+    def _server_gone(self) -> LauncherError:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:] if self._log.exists() else []
-        return HostError(f"the warm server of {self._module} is gone or does not answer: {' | '.join(lines)}")
+        return LauncherError(f"the warm server of {self._module} is gone or does not answer: {' | '.join(lines)}")
 
 
 class _Ranks:
-    """A leg of which nothing but the ranks is a process of its own."""
+    """A leg whose only processes are its ranks."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self._folder = name, folder
@@ -218,31 +217,31 @@ class _Ranks:
         self.ranks: list[Rank] = []
         self.agents: tuple[Rank, ...] = ()
 
-    def strike(self, ranks: Sequence[int], number: signal.Signals) -> None:
+    def send_signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
         for rank in ranks:
             self.ranks[rank].send(number)
 
-    def strike_launcher(self, node: int, number: signal.Signals) -> None:
-        raise HostError("a launcher that is a process of its own needs torchrun")
+    def signal_launcher(self, node: int, number: signal.Signals) -> None:
+        raise LauncherError("a launcher that is a process of its own needs torchrun")
 
     def dump(self) -> None:
         for rank in self.ranks:
             rank.send(signal.SIGABRT)
 
     def clear(self) -> list[int]:
-        # Each rank leads a session, and what it leaves there is killed when its end is read.
+        # Each rank leads a session; what it leaves there is killed when its end is read.
         self.is_cleared = True
         return kill_leftovers(self._folder)
 
 
-class Hosts:
+class LocalLauncher:
     """A :class:`Launcher`: warm servers by module, each started when it is first needed, or a cold start."""
 
     def __init__(self, folder: Path) -> None:
         """``folder`` gets the servers' logs."""
         self._folder = folder
         self._lock = threading.Lock()
-        self._warm: dict[str, WarmHost] = {}
+        self._warm: dict[str, WarmServer] = {}
         self._legs: list[_Ranks] = []
         self._is_stopped = False
 
@@ -250,11 +249,11 @@ class Hosts:
         """Start every rank.
 
         Raises:
-            HostError: a warm server that is needed died; the next call starts another. Or several nodes are asked for, or
-                this is stopped.
+            LauncherError: a warm server died (the next call starts another), several nodes are asked for, or this is
+                stopped.
         """
         if order.nodes > 1:
-            raise HostError("several nodes need torchrun")
+            raise LauncherError("several nodes need torchrun")
         leg = _Ranks("cold" if order.launches[0].preload is None else "warm", order.folder)
         with self._lock:
             self._legs = [*(other for other in self._legs if not other.is_cleared), leg]
@@ -265,55 +264,55 @@ class Hosts:
                 log = rank_log(order.folder, rank)
                 leg.ranks.append(self._start_rank(launch, order.folder, log, environment))
         except BaseException:
-            with contextlib.suppress(HostError):
-                leg.strike(range(len(leg.ranks)), signal.SIGKILL)
+            with contextlib.suppress(LauncherError):
+                leg.send_signal(range(len(leg.ranks)), signal.SIGKILL)
             raise
         return leg
 
     def _start_rank(self, launch: Launch, folder: Path, log: Path, environment: Mapping[str, str]) -> Rank:
         with self._lock:
             if self._is_stopped:
-                raise HostError("no leg is started any more")
+                raise LauncherError("no leg is started any more")
             if launch.preload is None:
                 return ColdRank(launch, folder, log, environment)
-            host = self._warm.get(launch.preload)
-            if host is None:
+            server = self._warm.get(launch.preload)
+            if server is None:
                 file = self._folder / f"server-{launch.preload.rpartition('.')[2]}.log"
-                host = self._warm[launch.preload] = WarmHost(launch.preload, file)
+                server = self._warm[launch.preload] = WarmServer(launch.preload, file)
         try:
-            return host.start(launch, folder, log, environment)
-        except HostError:
+            return server.start(launch, folder, log, environment)
+        except LauncherError:
             with self._lock:
-                if self._warm.get(launch.preload) is host:
+                if self._warm.get(launch.preload) is server:
                     del self._warm[launch.preload]
-            host.close()
+            server.close()
             raise
 
     def wait(self) -> None:
-        """Wait a moment, or until a warm server tells something."""
+        """Wait for a short time, or until a warm server answers."""
         with self._lock:
-            host = next(iter(self._warm.values()), None)
-        if host is not None:
-            host.wait(_POLL_SECONDS)
+            server = next(iter(self._warm.values()), None)
+        if server is not None:
+            server.wait(_POLL_SECONDS)
         else:
             time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """Kill every running leg; the servers take theirs along."""
+        """Kill every running leg; a server that ends kills its own ranks."""
         with self._lock:
             self._is_stopped = True
             legs = list(self._legs)
         self.close()
         for leg in legs:
-            with contextlib.suppress(HostError):
-                leg.strike(range(len(leg.ranks)), signal.SIGKILL)
+            with contextlib.suppress(LauncherError):
+                leg.send_signal(range(len(leg.ranks)), signal.SIGKILL)
 
     def close(self) -> None:
         """End all servers."""
         with self._lock:
-            hosts, self._warm = list(self._warm.values()), {}
-        for host in hosts:
-            host.close()
+            servers, self._warm = list(self._warm.values()), {}
+        for server in servers:
+            server.close()
 
 
 def rank_end(code: int) -> RankEnd:

@@ -1,4 +1,4 @@
-"""Reference legs: run once for everything that is made the same way, and twice where ``exact`` is to be judged."""
+"""Reference legs: run once per signature (everything a leg is made from), and twice where a case compares exactly with it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def signature_of(job: Job) -> str:
 def compare_references(
     signature: str, folders: tuple[str, ...], left: Trajectory, right: Trajectory
 ) -> CalibrationRecord:
-    """Hold two reference legs against each other: every value of every step and rank."""
+    """Compare two reference legs: every value of every step and rank."""
     counts = {rank: len(records) for rank, records in left.records.items()}
     if counts != {rank: len(records) for rank, records in right.records.items()} or not sum(counts.values()):
         return _uncalibrated(signature, folders, "the two reference legs have different steps, or none")

@@ -1,4 +1,4 @@
-"""Runs one case: its script, step by step, then its judgement. Knows no trainer but through the adapter."""
+"""Runs one case: its script step by step, then its judgement. It reaches the trainer through the adapter only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from conformance.checks import CHECKS
 from conformance.judging.judge import Verdict, judge
 from conformance.matrix.case import Case
-from conformance.matrix.faults import FAULTS, Disk, FaultError, strike
+from conformance.matrix.faults import FAULTS, Disk, FaultError, inject
 from conformance.matrix.given import complete, merge
 from conformance.matrix.script import FaultStep, LegStep, LookStep
 from conformance.plain_data.serial import to_plain
@@ -46,7 +46,7 @@ class CaseRun:
 
 @dataclass
 class _Progress:
-    """What has come of a script so far."""
+    """The results of the steps of a script so far."""
 
     key: str
     folder: Path
@@ -76,9 +76,9 @@ class Runner:
             adapter: the trainer.
             run: the run's folder.
             device: given to every case.
-            keep: keep the checkpoints of cases that passed too.
-            command: what runs a case again when its id is put behind it.
-            extra: what reproduction lines repeat of the command line (``--platform cuda1``).
+            keep: keep the checkpoints of cases that passed, too.
+            command: the command that runs a case again when the id is appended.
+            extra: options that reproduction commands repeat (``--platform cuda1``).
         """
         self.adapter = adapter
         self.run = run
@@ -94,7 +94,7 @@ class Runner:
         case: Case,
         launcher: Launcher,
         *,
-        aside: Launcher | None = None,
+        reference_launcher: Launcher | None = None,
         sabotage: str | None = None,
         repeat: int = 0,
     ) -> CaseRun:
@@ -102,8 +102,8 @@ class Runner:
 
         Args:
             case: what to do.
-            launcher: what starts the legs.
-            aside: what starts the references and what is done between legs; the same where none is named.
+            launcher: starts the legs.
+            reference_launcher: starts references, and edits and looks between legs; ``launcher`` by default.
             sabotage: a defect to put into every leg but the references.
             repeat: a number that tells repeats of the same case apart; 0 for the first.
         """
@@ -118,7 +118,11 @@ class Runner:
         else:
             progress.folder.mkdir(parents=True)
             for place, step in enumerate(case.script):
-                by = launcher if isinstance(step, LegStep) and step.role != "reference" else aside or launcher
+                by = (
+                    launcher
+                    if isinstance(step, LegStep) and step.role != "reference"
+                    else reference_launcher or launcher
+                )
                 self._do(case, place, step, progress, by, sabotage)
             verdict = judge(case, evidence_of(self.run, list(progress.legs.values()), progress))
             if verdict.outcome == "pass" and not self._keep:
@@ -140,7 +144,7 @@ class Runner:
         return CaseRun(records=(*_records(case, progress), result), result=result)
 
     def lacking(self, case: Case) -> str:
-        """What the case needs and the trainer can't do; empty when there is nothing."""
+        """The abilities and devices that the case needs and the trainer lacks, as text; empty when there are none."""
         needs = set(needs_of(case))
         lacking = sorted(needs - self.description.abilities)
         devices = {case.leg_given(leg).device for leg in case.legs} - set(self.description.devices)
@@ -169,7 +173,7 @@ class Runner:
         elif isinstance(step, FaultStep):
             progress.faults.append(self._fault(case, place, step, progress, launcher))
         else:
-            progress.looks[step.name] = self._look(case, place, step, progress, launcher)
+            progress.looks[step.name] = self._inspect(case, place, step, progress, launcher)
 
     def _leg(self, case: Case, step: LegStep, progress: _Progress, launcher: Launcher, sabotage: str | None) -> None:
         job = to_job(case, step, sabotage=sabotage, checkpoint_dir=_checkpoint_dir(case.leg_given(step).folder))
@@ -206,7 +210,7 @@ class Runner:
             if FAULTS.entries[step.fault].marks.get("by_trainer"):
                 done = self._edit(case, place, step, progress, launcher)
             else:
-                done = strike(step.fault, step.parameters, disk)
+                done = inject(step.fault, step.parameters, disk)
         except FaultError as error:
             return FaultRecord(key=progress.key, place=place, asked=asked, fired=False, observed=(str(error),))
         return FaultRecord(key=progress.key, place=place, asked=asked, fired=True, observed=tuple(done))
@@ -214,12 +218,12 @@ class Runner:
     def _edit(self, case: Case, place: int, step: FaultStep, progress: _Progress, launcher: Launcher) -> list[str]:
         edit = {"kind": step.fault, **to_plain(dict(step.parameters))}
         job = replace(self._side_job(case), task="edit", edit=edit)
-        return [str(told) for told in self._side(place, "edit", job, progress, launcher)]
+        return [str(value) for value in self._run_side_job(place, "edit", job, progress, launcher)]
 
-    def _look(self, case: Case, place: int, step: LookStep, progress: _Progress, launcher: Launcher) -> LookRecord:
+    def _inspect(self, case: Case, place: int, step: LookStep, progress: _Progress, launcher: Launcher) -> LookRecord:
         job = replace(self._side_job(case), task="look", step=step.look)
         try:
-            found: Any = self._side(place, "look", job, progress, launcher)[0]
+            found: Any = self._run_side_job(place, "look", job, progress, launcher)[0]
         except FaultError as error:
             return LookRecord(key=progress.key, name=step.name, step=step.look, found={}, problem=str(error))
         return LookRecord(key=progress.key, name=step.name, step=step.look, found=found, problem=None)
@@ -228,11 +232,11 @@ class Runner:
         given = complete(case.given, case.where)
         return Job(task="look", leg="side", checkpoint_dir=_checkpoint_dir(given.folder), world_size=1, given=given)
 
-    def _side(self, place: int, task: str, job: Job, progress: _Progress, launcher: Launcher) -> list[Any]:
-        """Have the trainer's own code do something with the checkpoint directory; what it told as values.
+    def _run_side_job(self, place: int, task: str, job: Job, progress: _Progress, launcher: Launcher) -> list[Any]:
+        """Run an edit of, or a look into, the checkpoint directory in the trainer's own code; returns the values that it reported.
 
         Raises:
-            FaultError: it could not.
+            FaultError: it failed.
         """
         plan = self._plan(progress, f"legs/{place}-{task}", job, _EDIT_SECONDS)
         record = run_leg(plan, self.adapter, launcher)
@@ -243,7 +247,7 @@ class Runner:
         errors = [event.data["message"] for event in events if event.kind == "error"]
         values = [event.data["value"] for event in events if event.kind == _LOOK_EVENT]
         if record.trouble or errors or not values:
-            raise FaultError(f"{task}: {record.trouble or '; '.join(errors) or 'it told nothing'}")
+            raise FaultError(f"{task}: {record.trouble or '; '.join(errors) or 'it reported nothing'}")
         return values
 
     def _disk(self, case: Case, progress: _Progress) -> Disk:
@@ -253,7 +257,7 @@ class Runner:
 
 
 def needs_of(case: Case) -> tuple[str, ...]:
-    """What a trainer must be able to do: what the case says, and what its script and checks imply."""
+    """The abilities that a trainer needs: those the case names, and those its script and checks imply."""
     needs = set(case.needs)
     for row in case.expect:
         entry = CHECKS.entries[row.check]
@@ -280,7 +284,7 @@ def needs_of(case: Case) -> tuple[str, ...]:
 
 
 def evidence_of(run: Path, legs: Sequence[LegRecord], progress: _Progress) -> Evidence:
-    """What a case that was just run left behind."""
+    """The evidence of a case that was just run."""
     return Evidence(
         legs={leg.leg: LegEvidence(record=leg, folder=run / leg.folder) for leg in legs},
         faults=tuple(progress.faults),
@@ -300,5 +304,5 @@ def _records(case: Case, progress: _Progress) -> list[Record]:
 
 
 def _checkpoint_dir(folder: str) -> str:
-    """The checkpoint directory as the trainer is told it; a slash at the end stays."""
+    """The checkpoint directory for the job, relative to the leg's folder; a slash at the end stays."""
     return f"../../disk/{folder}"

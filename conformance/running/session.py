@@ -1,4 +1,4 @@
-"""One run: many cases on a few threads, one ``results.jsonl`` in the order of the cases, whoever finishes first."""
+"""One run: many cases on a few threads, one ``results.jsonl`` in the order of the cases, whichever finishes first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from conformance.records.results import (
 )
 from conformance.running.adapter import Adapter
 from conformance.running.launching import Launcher
-from conformance.running.processes import Hosts
+from conformance.running.processes import LocalLauncher
 from conformance.running.runner import CaseRun, Runner
 
 GOOD: tuple[str, ...] = ("pass", "known_fail", "note", "unsupported", "skipped")
@@ -41,9 +41,9 @@ class Work:
     repeat: int = 0
 
 
-def warm_only(folder: Path) -> Mapping[str, Launcher]:
+def warm_launchers(folder: Path) -> Mapping[str, Launcher]:
     """The launchers of the matrix: every leg is forked from a process that has the trainer imported."""
-    return {"warm": Hosts(folder)}
+    return {"warm": LocalLauncher(folder)}
 
 
 class Session:
@@ -61,8 +61,8 @@ class Session:
         argv: Sequence[str] = (),
         command: str = "python -m conformance run --case",
         extra: str = "",
-        launchers: Callable[[Path], Mapping[str, Launcher]] = warm_only,
-        tell: Callable[[ResultRecord], None] = lambda result: None,
+        launchers: Callable[[Path], Mapping[str, Launcher]] = warm_launchers,
+        on_result: Callable[[ResultRecord, int, int], None] = lambda result, number, total: None,
     ) -> None:
         """Begin the run in ``folder``, which is made; it must hold no results yet.
 
@@ -70,22 +70,22 @@ class Session:
             adapter: the trainer.
             folder: of this run.
             suite: what kind of run it is, for the records: ``conformance``, ``st``, ``soak``, ``sweep``.
-            platform: what the run is for; None for the CPU.
+            platform: the platform that the run is for; None for the CPU.
             jobs: cases at a time.
             keep: keep the checkpoints of cases that passed too.
             argv: the command line, for the records.
-            command: what runs a case again when its id is put behind it.
-            extra: what such a line repeats of the command line.
-            launchers: makes what starts legs, by name, for a run's folder. ``warm`` must be there; a case whose own is not
-                is started by that too.
-            tell: called with each result, in order.
+            command: the command that runs a case again when the id is appended.
+            extra: options that such a command repeats.
+            launchers: returns the launchers by name, for the run's folder. ``warm`` must be among them; a case that names a
+                launcher which is not there is started by ``warm``.
+            on_result: called with each result in order, its number from 1, and how many are being run.
         """
         self.folder = folder.resolve()
         self._writer = ResultsWriter(self.folder)
         extra = (f" --platform {platform.id}" if platform else "") + extra
         device = platform.device if platform else "cpu"
         self._runner = Runner(adapter, self.folder, device=device, keep=keep, command=command, extra=extra)
-        self._tell = tell
+        self._on_result = on_result
         self._platform = platform
         self._begun = time.monotonic()
         self.launchers = launchers(self.folder)
@@ -119,7 +119,7 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the processes and the file; without :meth:`finish` there is no footer, so no report."""
+        """End the processes and close the file; without :meth:`finish` there is no footer, so the file is no report."""
         if kind is not None:
             self.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -128,14 +128,14 @@ class Session:
         self._writer.close()
 
     def run(self, work: Sequence[Work]) -> list[ResultRecord]:
-        """Run all of ``work``; each one's records are written together, in the order of ``work``."""
+        """Run all of ``work``; the records of each item are written together, in the order of ``work``."""
         futures: list[Future[CaseRun]] = [self._pool.submit(self._run_one, item) for item in work]
         results = []
         try:
-            for future in futures:
+            for number, future in enumerate(futures, start=1):
                 done = future.result()
                 self._writer.write(done.records)
-                self._tell(done.result)
+                self._on_result(done.result, number, len(futures))
                 results.append(done.result)
         except (KeyboardInterrupt, SystemExit):
             self.stop()
@@ -144,9 +144,7 @@ class Session:
         return results
 
     def stop(self) -> None:
-        """Break the run off: kill every running leg, which would go on to its limit, and start no other. No footer is written
-        then: what was broken off is no report.
-        """
+        """Interrupt the run: kill every running leg and start no more. No footer is written, so an interrupted run is no report."""
         self._is_stopped = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         for launcher in self.launchers.values():
@@ -155,16 +153,18 @@ class Session:
     def _run_one(self, item: Work) -> CaseRun:
         warm = self.launchers["warm"]
         launcher = self.launchers.get(item.case.launcher, warm)
-        return self._runner.run_case(item.case, launcher, aside=warm, sabotage=item.sabotage, repeat=item.repeat)
+        return self._runner.run_case(
+            item.case, launcher, reference_launcher=warm, sabotage=item.sabotage, repeat=item.repeat
+        )
 
     def add(self, records: Sequence[Record], result: ResultRecord) -> None:
-        """Take in what was run by other means than cases: its records, and what they come to."""
+        """Write the records and the result of something that is not a case (a soak, a sweep)."""
         self._writer.write([*records, result])
-        self._tell(result)
+        self._on_result(result, 1, 1)
         self.results.append(result)
 
     def add_sabotages(self, records: Sequence[SabotageRecord]) -> None:
-        """Write what came of the sabotages."""
+        """Write the outcomes of the sabotages."""
         self._writer.write(records)
         self.sabotages += records
 
@@ -183,7 +183,7 @@ def make_footer(
     *,
     seconds: float,
 ) -> FooterRecord:
-    """Count, and say why a run is not accepted. A run of nothing is not."""
+    """Count the outcomes, and list why the run is not accepted. An empty run is not accepted."""
     clean = [result for result in results if result.sabotage is None]
     counts: Mapping[str, int] = Counter(result.outcome for result in clean)
     reasons = [f"{result.key}: {result.outcome}: {result.reason}" for result in clean if result.outcome not in GOOD]

@@ -1,14 +1,14 @@
-"""A process that has a trainer imported, and forks legs. Started by :class:`conformance.running.processes.WarmHost`.
+"""A process that has imported a trainer, and forks the ranks of legs. Started by :class:`conformance.running.processes.WarmServer`.
 
 ``python -m conformance.running.warm_server MODULE``; the protocol is JSON lines on stdin and stdout:
 
 * ``{"start": n, "arguments": [...], "environment": {...}, "folder": DIR, "log": FILE}`` is answered by
   ``{"started": n, "pid": p}`` and, when the child is dead, by ``{"ended": n, "status": wait status}``.
 
-Its children are signalled by whoever started them. When stdin ends, all of them are killed.
+The launcher sends signals to its children itself. When stdin ends, all children are killed.
 
-This process never runs a leg itself, holds no threads and computes nothing, so a child starts as a fresh process would, but
-for the imports.
+This process never runs a leg itself, has no threads and computes nothing. So a child starts like a fresh process, except for
+the imports.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     prepare = getattr(module, "prepare", None)
     if prepare is not None:
         prepare()
-    # What a leg prints must not get between the protocol's lines.
+    # The output of a leg must not mix with the lines of the protocol.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     wake_read, wake_write = os.pipe()
@@ -59,7 +59,7 @@ class Server:
 
     def serve(self) -> None:
         """Answer until stdin ends, then kill what is left."""
-        self._tell(ready=True)
+        self._answer(ready=True)
         buffer = b""
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
@@ -76,19 +76,19 @@ class Server:
                         break
                     *lines, buffer = (buffer + chunk).split(b"\n")
                     for line in lines:
-                        self._obey(json.loads(line))
+                        self._start_child(json.loads(line))
         for pid in self._children:
             # One that was forked just now leads no group yet.
             for kill in (os.kill, os.killpg):
                 with contextlib.suppress(ProcessLookupError):
                     kill(pid, signal.SIGKILL)
 
-    def _obey(self, order: Mapping[str, Any]) -> None:
+    def _start_child(self, order: Mapping[str, Any]) -> None:
         pid = os.fork()
         if pid == 0:
             _become_leg(self._module, order)
         self._children[pid] = order["start"]
-        self._tell(started=order["start"], pid=pid)
+        self._answer(started=order["start"], pid=pid)
 
     def _reap(self) -> None:
         while self._children:
@@ -99,15 +99,15 @@ class Server:
             if pid == 0:
                 return
             if pid in self._children:
-                self._tell(ended=self._children.pop(pid), status=status)
+                self._answer(ended=self._children.pop(pid), status=status)
 
-    def _tell(self, **answer: Any) -> None:
+    def _answer(self, **answer: Any) -> None:
         self._out.write(json.dumps(answer) + "\n")
         self._out.flush()
 
 
 def _become_leg(module: Any, order: Mapping[str, Any]) -> NoReturn:
-    """Turn the forked child into a leg: own session, own streams, own environment; run it; leave as an interpreter does."""
+    """Turn the forked child into a rank: its own session, streams and environment; run it; exit as an interpreter does."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)

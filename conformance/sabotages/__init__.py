@@ -1,1 +1,1 @@
-"""The sabotages, by what they break. Each is filed in :data:`conformance.sabotages.saboteur.SABOTAGES`."""
+"""The sabotages: defects put into hyper_resume on purpose, one module per area that they break, and their catalogue."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from conformance.matrix.case import Case
 from conformance.plain_data import serial
+from conformance.plain_data.suggestions import hint
 from conformance.plain_data.yaml_lines import load_yaml
 from conformance.records.results import BLAMES, ResultRecord, SabotageRecord
 
@@ -46,6 +47,18 @@ def load_sabotages(path: Path = SABOTAGES_FILE) -> tuple[SabotageEntry, ...]:
             raise serial.SerialError(f"{where}: {entry.id}: bucket is one of {', '.join(BLAMES)}")
         entries.append(entry)
     return tuple(entries)
+
+
+def require_known(names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise when one of ``names`` is no sabotage of ``known``.
+
+    Raises:
+        SerialError: with the nearest known name.
+    """
+    known = set(known)
+    for name in names:
+        if name not in known:
+            raise serial.SerialError(f"no sabotage is called {name!r}; {hint(name, known)}")
 
 
 def lint_sabotages(entries: Sequence[SabotageEntry], cases: Sequence[Case]) -> list[str]:
@@ -99,8 +112,8 @@ def sabotage_table(records: Iterable[SabotageRecord], *, clean: int, false_alarm
     width = max((len(record.id) for record in records), default=8)
     lines = [f"{'sabotage':{width}}  caught  bucket blamed (expected)            by"]
     for record in records:
-        told = record.blamed_bucket or "-"
-        bucket = told if record.right_bucket else f"{told} ({record.expected_bucket})"
+        blamed = record.blamed_bucket or "-"
+        bucket = blamed if record.right_bucket else f"{blamed} ({record.expected_bucket})"
         lines.append(
             f"{record.id:{width}}  {'yes' if record.caught else 'NO':6}  {bucket:35} {record.caught_by or '-'}"
             + (f"  {record.reason}" if record.reason else "")

@@ -29,16 +29,16 @@ class SabotageError(RuntimeError):
 class Saboteur:
     """What a sabotage works with."""
 
-    def __init__(self, told: Callable[[], None]) -> None:
-        """``told`` is called once, when the defect is met for the first time."""
-        self._told = told
+    def __init__(self, on_fired: Callable[[], None]) -> None:
+        """``on_fired`` is called once, when the defect is met for the first time."""
+        self._on_fired = on_fired
         self._has_fired = False
 
     def fired(self) -> None:
         """The defect has just done its harm."""
         if not self._has_fired:
             self._has_fired = True
-            self._told()
+            self._on_fired()
 
     def replace(self, target: str, function: Callable[..., Any], *, fires: bool = True) -> None:
         """Call ``function(original, *args, **kwargs)`` instead of ``target``.
@@ -85,8 +85,8 @@ def sabotage(name: str) -> Callable[[Sabotage], Sabotage]:
     return decorate
 
 
-def put_in(name: str, told: Callable[[], None]) -> None:
-    """Put the sabotage called ``name`` into this process.
+def install_sabotage(name: str, on_fired: Callable[[], None]) -> None:
+    """Install the sabotage called ``name`` into this process.
 
     Raises:
         SabotageError: there is none, or its target does not exist.
@@ -95,7 +95,7 @@ def put_in(name: str, told: Callable[[], None]) -> None:
         importlib.import_module(module)
     if name not in SABOTAGES:
         raise SabotageError(f"no sabotage is called {name!r}")
-    SABOTAGES[name](Saboteur(told))
+    SABOTAGES[name](Saboteur(on_fired))
 
 
 def _find(target: str) -> tuple[Any, str, Any]:
@@ -118,19 +118,17 @@ def _find(target: str) -> tuple[Any, str, Any]:
 _MODULES = tuple(
     f"conformance.sabotages.{name}"
     for name in (
-        "background",
-        "positioning",
-        "spreading",
-        "choosing",
-        "leaving_out",
-        "identity",
-        "continuing",
-        "deciding",
-        "refusing",
-        "restoring",
-        "storing",
-        "trusting",
-        "keeping",
-        "halting",
+        "background_saves",
+        "configuration",
+        "data_position",
+        "omitted_buckets",
+        "parameter_identity",
+        "preemption",
+        "refusals",
+        "restored_state",
+        "retention_and_locks",
+        "schedules_and_streams",
+        "several_ranks",
+        "verification",
     )
 )

@@ -1,1 +1,1 @@
-"""Is a checkpoint whole, or does it not count? Every crash state within a bound, every byte flipped, every operation failed."""
+"""The storage proofs: crash states, damage, failing operations, hostile input, power cuts, and mutants of the library."""

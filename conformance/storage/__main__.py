@@ -77,8 +77,8 @@ def _table(one: Storage) -> Iterable[str]:
         )
     for cut in one.power_cuts:
         if not cut.skipped:
-            told = f"{_verdict(cut.violations)}{_beside(cut.baseline, cut.baseline_trials)}"
-            yield f"  {cut.scenario:32} trials {cut.trials:6}  {told}"
+            text = f"{_verdict(cut.violations)}{_beside(cut.baseline, cut.baseline_trials)}"
+            yield f"  {cut.scenario:32} trials {cut.trials:6}  {text}"
     for damage in one.corruption:
         yield f"  {damage.kind:32} tried {damage.tried:6} refused {damage.refused:6}  {_damage(damage)}"
     for error in one.operation_errors:
@@ -106,8 +106,8 @@ def _beside(baseline: int | None, of: int | None) -> str:
 def _replay(arguments: argparse.Namespace) -> int:
     from conformance.storage import replay
 
-    told, is_good = replay.replay(arguments.id, seed=arguments.seed, subject=arguments.subject)
-    print(told)
+    text, is_good = replay.replay(arguments.id, seed=arguments.seed, subject=arguments.subject)
+    print(text)
     return 0 if is_good else 1
 
 

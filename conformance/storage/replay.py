@@ -66,7 +66,7 @@ def _crash_state(job: tuple[str, str]) -> tuple[str, bool] | str:
         _judge_one, subject, recording, (model, order, int(point), choice), limit_seconds=_JOB_SECONDS
     )
     if ended.how != "returned":
-        return f"{ended.told}\n{ended.trace}"
+        return f"{ended.summary}\n{ended.trace}"
     found: tuple[str, bool] | str = ended.value
     return found
 

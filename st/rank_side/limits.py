@@ -1,7 +1,7 @@
 """Limits inside one rank, each for when the one before it did not help.
 
 1. At the limit: an alarm raises in the main thread, again every second. Helps wherever Python runs or a system call waits.
-2. ``TELL_AFTER`` later: this rank's stacks are printed, since the other ranks are about to end the run.
+2. ``REPORT_AFTER`` later: this rank's stacks are printed, since the other ranks are about to end the run.
 3. ``GRACE`` after the limit: the ranks that wait for this one end the run (see :mod:`st.rank_side.harness`).
 4. ``HARD_AFTER``: this process ends, even if no thread of it can run Python any more; mpiexec then ends the others.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-TELL_AFTER = 2.0
+REPORT_AFTER = 2.0
 GRACE = 5.0
 HARD_AFTER = 15.0
 
@@ -48,21 +48,21 @@ class Limits:
         def interrupt(_number: int, _frame: FrameType | None) -> None:
             raise TimeLimitReached(f"{what} did not end within {seconds:g} s")
 
-        def tell() -> None:
+        def print_stacks() -> None:
             self.say(
-                f"rank {self._rank}: {what} has not ended {TELL_AFTER:g} s after its limit of {seconds:g} s, and is here:"
+                f"rank {self._rank}: {what} has not ended {REPORT_AFTER:g} s after its limit of {seconds:g} s, and is here:"
             )
             faulthandler.dump_traceback(file=self._stderr, all_threads=True)
 
         self.end_process_after(seconds + HARD_AFTER)
-        teller = threading.Timer(seconds + TELL_AFTER, tell)
-        teller.daemon = True
+        stacks_timer = threading.Timer(seconds + REPORT_AFTER, print_stacks)
+        stacks_timer.daemon = True
         before = signal.signal(signal.SIGALRM, interrupt)
-        teller.start()
+        stacks_timer.start()
         signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-            teller.cancel()
+            stacks_timer.cancel()

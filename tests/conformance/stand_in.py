@@ -14,7 +14,7 @@ from conformance.records.results import LegRecord, ResultRecord
 from conformance.running.adapter import ABILITIES, Description, Job, Launch, to_job
 from conformance.running.launching import Launcher, LegOrder, RunningLeg
 from conformance.running.legs import LegPlan, run_leg
-from conformance.running.processes import Hosts
+from conformance.running.processes import LocalLauncher
 from conformance.running.runner import CaseRun, Runner
 
 TRAINER = Path(__file__).with_name("stand_in_trainer.py")
@@ -78,9 +78,9 @@ def case_of(**changes: Any) -> Case:
 
 
 @contextmanager
-def hosts_in(folder: Path) -> Iterator[Hosts]:
+def launcher_in(folder: Path) -> Iterator[LocalLauncher]:
     folder.mkdir(parents=True, exist_ok=True)
-    hosts = Hosts(folder)
+    hosts = LocalLauncher(folder)
     try:
         yield hosts
     finally:
@@ -88,7 +88,7 @@ def hosts_in(folder: Path) -> Iterator[Hosts]:
 
 
 def run(folder: Path, adapter: Any, case: Case, **options: Any) -> CaseRun:
-    with hosts_in(folder) as hosts:
+    with launcher_in(folder) as hosts:
         return Runner(adapter, folder, keep=True).run_case(case, hosts, **options)
 
 

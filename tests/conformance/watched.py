@@ -1,4 +1,4 @@
-"""Python code in a process of its own whose changes on disk are told, each with what was there at that moment."""
+"""Python code in a process of its own whose changes on disk are log, each with what was there at that moment."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ CHECKOUT = Path(__file__).parents[2]
 _BEFORE = """
 import json, os, sys
 from conformance.records.file_operations import FileOperations
-root, told = sys.argv[1], os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)
+root, log = sys.argv[1], os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)
 write, isdir, lexists, size = os.write, os.path.isdir, os.path.lexists, os.path.getsize
 def tell(what, where):
     path = os.path.join(root, where)
     there = "directory" if isdir(path) else size(path) if lexists(path) else None
-    write(told, json.dumps([what, where, there]).encode() + b"\\n")
+    write(log, json.dumps([what, where, there]).encode() + b"\\n")
 FileOperations(root, tell).install()
 """
 
 
-def told_by(folder: Path, code: str, *, imports: str = "") -> list[list[Any]]:
+def operations_of(folder: Path, code: str, *, imports: str = "") -> list[list[Any]]:
     """[what, where, what was there before: bytes, ``directory`` or None] of each change below ``folder / root``.
 
     ``code`` runs in ``folder``, with ``root`` (absolute) as a name. ``imports`` are there before anything is watched, as in a
     leg; without any there are no site packages either.
     """
     (folder / "root").mkdir(exist_ok=True)
-    told = folder / "told.jsonl"
+    log = folder / "log.jsonl"
     text = f"import sys; sys.path.insert(0, {str(CHECKOUT)!r})\n{imports}\n{_BEFORE}\n{code}"
-    command = [sys.executable, *([] if imports else ["-S"]), "-c", text, str(folder / "root"), str(told)]
+    command = [sys.executable, *([] if imports else ["-S"]), "-c", text, str(folder / "root"), str(log)]
     subprocess.run(command, cwd=folder, check=True, timeout=100)
-    return [json.loads(line) for line in told.read_text().splitlines()]
+    return [json.loads(line) for line in log.read_text().splitlines()]

@@ -25,14 +25,14 @@ class Trainer(StandInAdapter):
         super().__init__(os.environ.get("DEFECT", ""), argv=FOR_TORCHRUN, preload=MODULE)
 
 
-def put_in() -> None:
+def use_stand_in() -> None:
     """Let this process know no other trainer, scenario and platform."""
     ADAPTERS["hyper_resume"] = f"{__package__}.run_scenarios:Trainer"
     running.SCENARIOS = HERE / "scenarios"
     running.PLATFORMS = HERE / "platforms.yaml"
 
 
-put_in()
+use_stand_in()
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,8 +12,8 @@ import pytest
 from conformance.records.evidence import LegEvidence
 from conformance.records.results import KillRecord, LegRecord, RankEnd, read_results
 from conformance.records.trajectory import Trajectory, TrajectoryRecord
-from st.lives import Life, Lives, RedError, Reference, Training
-from st.soak import SAVE_STEPS, WORKLOADS, Survivors, draw
+from st.attempts import Attempt, AttemptRunner, Reference, Training, ViolationError
+from st.soak import SAVE_STEPS, WORKLOADS, SurvivingSteps, draw
 
 OPERATIONS = (35, 26, 25, 24)
 NO_TRAINER: Any = None
@@ -57,7 +57,7 @@ def test_a_hundred_kills_meet_every_moment_every_rank_and_both_signals() -> None
     assert any(fault.victims != "all" for fault in faults)
 
 
-def life(restored: int, last: int) -> Life:
+def attempt(restored: int, last: int) -> Attempt:
     ends = (RankEnd(exit_code=0, signal=None),) * 2
     record = LegRecord(
         key="k", leg="resumed", folder="f", launcher="warm", argv=(), until_step=None, restore_from=None, checkpoint_dir="c",
@@ -65,7 +65,7 @@ def life(restored: int, last: int) -> Life:
         trouble=None, started_at="", seconds=0.0,
     )  # fmt: skip
     evidence = LegEvidence(record=record, folder=Path("f"))
-    return Life(evidence=evidence, restored=restored, last_step=last)
+    return Attempt(evidence=evidence, restored=restored, last_step=last)
 
 
 def trained(first: int, last: int, *, shift: int = 0) -> Trajectory:
@@ -84,23 +84,23 @@ TINY = WORKLOADS["tiny"].__class__(title="t", given={}, steps_per_epoch=4, sampl
 
 
 def test_what_was_trained_again_counts_once() -> None:
-    survivors = Survivors()
-    survivors.add(life(0, 6), trained(1, 6))
-    survivors.add(life(3, 8), trained(4, 8))
+    survivors = SurvivingSteps()
+    survivors.add(attempt(0, 6), trained(1, 6))
+    survivors.add(attempt(3, 8), trained(4, 8))
     assert survivors.problems(TINY, 8) == []
 
 
 def test_a_step_that_is_missing_is_seen() -> None:
-    survivors = Survivors()
-    survivors.add(life(0, 4), trained(1, 4))
-    survivors.add(life(5, 8), trained(6, 8))
+    survivors = SurvivingSteps()
+    survivors.add(attempt(0, 4), trained(1, 4))
+    survivors.add(attempt(5, 8), trained(6, 8))
     assert "rank 0: the surviving steps are not 1..8 each once" in survivors.problems(TINY, 8)
 
 
 def test_a_sample_that_comes_twice_is_seen() -> None:
-    survivors = Survivors()
-    survivors.add(life(0, 6), trained(1, 6))
-    survivors.add(life(6, 8), trained(7, 8, shift=1))
+    survivors = SurvivingSteps()
+    survivors.add(attempt(0, 6), trained(1, 6))
+    survivors.add(attempt(6, 8), trained(7, 8, shift=1))
     assert survivors.problems(TINY, 8) == ["epoch 1: not each of 4 samples once for 2 ranks"]
 
 
@@ -129,10 +129,10 @@ def test_a_stream_that_is_not_restored_turns_the_soak_red_at_its_first_resume(tm
 def test_a_life_that_stops_before_its_end_is_red_although_it_ends_well_and_every_step_is_right(tmp_path: Path) -> None:
     training = Training(given={}, until_step=12, save_steps=3)
     reference = Reference(trajectory=trained(1, 12))
-    lives = Lives(training, reference, tmp_path, tmp_path, NO_TRAINER, NO_TRAINER)
-    lives._require_steps(life(5, 12).record, 12)
-    with pytest.raises(RedError, match=r"the last step that all of its ranks trained is 5; expected 12"):
-        lives._require_steps(life(5, 5).record, 5)
+    runner = AttemptRunner(training, reference, tmp_path, tmp_path, NO_TRAINER, NO_TRAINER)
+    runner._require_steps(attempt(5, 12).record, 12)
+    with pytest.raises(ViolationError, match=r"the last step that all of its ranks trained is 5; expected 12"):
+        runner._require_steps(attempt(5, 5).record, 5)
 
 
 def test_no_kill_at_all_is_a_usage_error(tmp_path: Path) -> None:

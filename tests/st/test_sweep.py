@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from conformance.records.results import KillRecord, read_results
-from st.lives import LifeError
-from st.sweep import MODES, Point, Swept, _choose, _nameless
+from st.attempts import InconclusiveError
+from st.sweep import MODES, Point, SweepOutcome, _choose, _without_random_part
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 POINTS = [Point(rank=rank, operation=number, what="write x") for rank in range(2) for number in range(1, 6)]
@@ -72,9 +72,9 @@ def test_a_share_is_drawn_by_the_seed_and_never_empty() -> None:
 
 
 def test_a_point_that_the_save_does_not_have_is_trouble_and_no_pass() -> None:
-    with pytest.raises(LifeError, match="no file operation 6 of rank 1"):
+    with pytest.raises(InconclusiveError, match="no file operation 6 of rank 1"):
         _choose(POINTS, 1.0, 1, (1, 6))
-    with pytest.raises(LifeError, match=r"no file operation rename \* of rank 1"):
+    with pytest.raises(InconclusiveError, match=r"no file operation rename \* of rank 1"):
         _choose(POINTS, 1.0, 1, (1, "rename *"))
 
 
@@ -84,16 +84,16 @@ def test_a_point_is_told_by_its_number_or_is_the_first_of_its_name() -> None:
 
 
 def test_a_sweep_of_nothing_is_no_pass() -> None:
-    assert Swept(mode="sync", points=10, kills=()).outcome == "error"
+    assert SweepOutcome(mode="sync", points=10, kills=()).outcome == "error"
 
 
 def test_a_point_is_named_without_the_random_part_of_its_path() -> None:
-    assert _nameless(".staging/global_step_6.0123456789ab/.metadata") == ".staging/global_step_6.*/.metadata"
+    assert _without_random_part(".staging/global_step_6.0123456789ab/.metadata") == ".staging/global_step_6.*/.metadata"
     assert (
-        _nameless(".staging/latest_checkpoint_iteration.txt.0123456789ab")
+        _without_random_part(".staging/latest_checkpoint_iteration.txt.0123456789ab")
         == ".staging/latest_checkpoint_iteration.txt.*"
     )
-    assert _nameless("global_step_6") == "global_step_6"
+    assert _without_random_part("global_step_6") == "global_step_6"
 
 
 def test_every_mode_says_what_it_is() -> None:

@@ -1,1 +1,1 @@
-"""This library's trainer as a trainer under test: how its legs are started, built, instrumented and stopped."""
+"""The adapter for hyper_resume: starts its legs, builds models and data from ``given``, reports events, pauses at faults."""

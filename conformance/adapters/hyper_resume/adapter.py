@@ -1,5 +1,4 @@
-"""This library as a trainer under test. Imports neither torch nor hyper_resume: what trains is in process.py
-and, from a configuration, program.py."""
+"""The adapter class. Imports neither torch nor hyper_resume: ranks run process.py or, with a configuration file, program.py."""
 
 from __future__ import annotations
 
@@ -12,21 +11,21 @@ from conformance.running.adapter import ABILITIES, Description, Job, Launch
 
 LEG_MODULE = "conformance.adapters.hyper_resume.process"
 TEXT_MODULE = "conformance.adapters.hyper_resume.program"
-# No rank leaves the machine, or asks the network for a model.
+# Ranks connect over loopback only, and download no models.
 _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 _VERSIONS = ("hyper_resume", "torch", "numpy", "transformers")
 
 
 class HyperResumeAdapter:
-    """Runs every leg warm, forked from a process that has torch and hyper_resume imported."""
+    """Runs every leg warm: forked from a process that has imported torch and hyper_resume."""
 
     def describe(self) -> Description:
-        """All abilities; devices by looking for their drivers, since torch is not imported here."""
+        """All abilities. Devices are found by their drivers, since torch is not imported here."""
         versions = {name: _version(name) for name in _VERSIONS}
         return Description(name="hyper_resume", versions=versions, abilities=ABILITIES, devices=_devices())
 
     def launch(self, job: Job, rank: int) -> Launch:
-        """The same for every rank: rank and world come by the environment."""
+        """The same for every rank: rank and world size come from the environment."""
         module = LEG_MODULE if job.given.config is None else TEXT_MODULE
         return Launch(argv=(sys.executable, "-m", module), environment=_ENVIRONMENT, preload=module)
 

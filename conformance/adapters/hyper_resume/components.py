@@ -1,7 +1,7 @@
-"""The words of ``given`` as real parts: models, optimizers, schedules. Data and the rest are in data_components.py.
+"""Builds models, optimizers and schedules from ``given``. Data and other objects are in data_components.py.
 
-To add a kind: add the word to :mod:`conformance.matrix.given`, and a function or branch here. Whatever is built must be
-built the same way in every process: all of it comes from seeds that the leg has set.
+To add a kind: add the word to :mod:`conformance.matrix.given`, and a function or branch here. Every process must build the
+same objects, so they depend on the seeds that the leg has set and on nothing else.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TroubleError(Exception):
-    """The leg can't be built as asked: a fault of the case or of this room, never of the trainer."""
+    """The leg can't be built: an error of the case or of the adapter, not of the trainer."""
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """Ids of shape [n] in, numbers of shape [n] out; the names let Muon find its hidden matrix."""
+    """Input ids of shape [n], output of shape [n]; the parameter names let Muon find its hidden matrix."""
 
     def __init__(self, given: ModelGiven) -> None:
-        """Build what ``given.kind`` says on the common trunk."""
+        """Build the common layers and those of ``given.kind``."""
         super().__init__()
         self.kind = given.kind
         self.embed_tokens = nn.Embedding(VOCABULARY, given.width)
@@ -72,7 +72,7 @@ class Net(nn.Module):
         return output.float().mean(-1) if self.kind == "tied" else output.float().squeeze(-1)
 
     def _with_buffers(self, hidden: torch.Tensor) -> torch.Tensor:
-        # A running mean that the output depends on, as a batch norm's; what is not persistent must not matter.
+        # A running mean that the output depends on, like a batch norm's; the non-persistent buffer must not matter.
         assert isinstance(self.mean, torch.Tensor)
         assert isinstance(self.scratch, torch.Tensor)
         with torch.no_grad():
@@ -82,7 +82,7 @@ class Net(nn.Module):
 
 
 class ForwardCounter(nn.Module):
-    """Counts forwards and scales by the count; its state is no tensor, so it travels by ``get_extra_state``."""
+    """Counts forwards and scales by the count; its state is no tensor, so it is saved by ``get_extra_state``."""
 
     count = 0
 
@@ -101,7 +101,7 @@ class ForwardCounter(nn.Module):
 
 
 class CompiledLike(nn.Module):
-    """Puts ``_orig_mod.`` before every name, as torch.compile's module does, without its cost."""
+    """Prefixes every parameter name with ``_orig_mod.``, as torch.compile does, without compiling."""
 
     def __init__(self, module: nn.Module) -> None:
         """Wrap ``module``."""
@@ -109,12 +109,12 @@ class CompiledLike(nn.Module):
         self._orig_mod = module
 
     def forward(self, ids: torch.Tensor) -> Any:
-        """What the wrapped module says."""
+        """The output of the wrapped module."""
         return self._orig_mod(ids)
 
 
 def build_model(given: ModelGiven) -> nn.Module:
-    """Build the model; only what is wrapped last is seen from outside."""
+    """Build the model with its wrappers; returns the outermost."""
     net = Net(given)
     model: nn.Module = net.to(_DTYPES[given.dtype])
     for name, parameter in model.named_parameters():
@@ -158,7 +158,7 @@ class LowBitAdamW(torch.optim.AdamW):
 
 
 class Wrapper:
-    """Shows its optimizer as ``.optimizer``."""
+    """A wrapper with its optimizer as ``.optimizer``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Wrap ``optimizer``."""
@@ -179,7 +179,7 @@ class Wrapper:
 
 
 class OpaqueWrapper:
-    """A wrapper of a kind that nobody foresaw: it steps, and shows nothing but its groups."""
+    """A wrapper of an unknown kind: it steps, and exposes only its groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Wrap ``optimizer``."""
@@ -200,7 +200,7 @@ class OpaqueWrapper:
 
 
 def build_optimizer(model: nn.Module, given: OptimizerGiven) -> tuple[Any, list[torch.optim.Optimizer]]:
-    """Return what the trainer holds, and the plain optimizers behind it."""
+    """Return the trainer's optimizer, and the plain optimizers inside it."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parameters = [parameter for _, parameter in named]
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
@@ -244,7 +244,7 @@ def _groups(named: list[tuple[str, nn.Parameter]], given: OptimizerGiven) -> lis
     parameters = [parameter for _, parameter in named]
     embedding = [parameter for name, parameter in named if "embed_tokens" in name]
     rest = [parameter for name, parameter in named if "embed_tokens" not in name]
-    # Two groups that are alike but for their lr, so that a mix-up shows.
+    # Two groups that differ in their lr only, so that a swap shows.
     split: list[dict[str, Any]] = [{"params": embedding, "lr": 2 * given.lr}, {"params": rest}]
     layouts: dict[str, list[dict[str, Any]]] = {
         "one": [{"params": parameters}],

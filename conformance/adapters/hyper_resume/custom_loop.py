@@ -10,7 +10,7 @@ from conformance.adapters.hyper_resume.leg import Leg
 
 
 def drive_custom_loop(leg: Leg) -> None:
-    """Restore if asked to, train to the planned step (or through all epochs), through all four hooks."""
+    """Restore if the job says so, and train to the planned step (or all epochs), with all four hooks."""
     trainer, callbacks = leg.trainer, leg.trainer.callbacks
     for callback in callbacks:
         callback.on_train_begin(trainer.state)
@@ -47,7 +47,7 @@ def _epoch(leg: Leg, epoch: int) -> None:
         exhausted = len(window) < leg.given.accumulation
         if window:
             _step(leg, window)
-            _tell(leg)
+            _report_step(leg)
     if exhausted or trainer.state.batch_index + 1 == len(loader):
         for callback in trainer.callbacks:
             callback.on_epoch_end(trainer.state)
@@ -66,17 +66,17 @@ def _step(leg: Leg, window: list[Any]) -> None:
     limit = leg.given.clip if leg.given.clip is not None else float("inf")
     state.grad_norm = float(torch.nn.utils.clip_grad_norm_(trainable, limit))
     state.lrs = [float(group["lr"]) for optimizer in leg.optimizers for group in optimizer.param_groups]
-    held = leg.optimizer if isinstance(leg.optimizer, list) else [leg.optimizer]
-    for part in [*held, *leg.schedulers]:
+    optimizers = leg.optimizer if isinstance(leg.optimizer, list) else [leg.optimizer]
+    for part in [*optimizers, *leg.schedulers]:
         part.step()
-    for optimizer in held:
+    for optimizer in optimizers:
         optimizer.zero_grad()
     state.global_step += 1
     state.batch_index += len(window)
     state.loss = total
 
 
-def _tell(leg: Leg) -> None:
+def _report_step(leg: Leg) -> None:
     leg.report_step()
     for callback in leg.trainer.callbacks:
         callback.on_step_end(leg.trainer.state)

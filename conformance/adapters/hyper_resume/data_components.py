@@ -1,4 +1,4 @@
-"""The words of ``given`` as real parts: data, the loss, and the other objects with a state that a trainer may hold."""
+"""Builds data loaders, the loss and other stateful objects from ``given``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hyper_resume.trainer.callbacks import Callback, TrainerState
 
 
 class Ids:
-    """Sample i is ``first_id + i``, and with ``noisy`` a draw from each of the three streams, made while it is read.
+    """Sample i is ``first_id + i``; with ``noisy`` also a draw from each of the three streams, made while it is read.
 
     ``reads`` counts how many samples were read in this process.
     """
 
     def __init__(self, given: DataGiven, *, noisy: bool) -> None:
-        """Read nothing yet."""
+        """Make the dataset; nothing is read yet."""
         self._given = given
         self._noisy = noisy
         self.reads = 0
@@ -32,7 +32,7 @@ class Ids:
             self.fingerprint = given.fingerprint
 
     def __len__(self) -> int:
-        """Samples an epoch."""
+        """Samples per epoch."""
         return self._given.samples
 
     def __getitem__(self, index: int) -> Any:
@@ -45,14 +45,14 @@ class Ids:
 
 
 class ForeignLoader:
-    """A loader of another make: batches in ascending order, no state; ``endless`` ones have no length."""
+    """A loader that is not this library's: batches in ascending order, no state."""
 
     def __init__(self, dataset: Ids, batch_size: int) -> None:
         """Batches of ``dataset``."""
         self.dataset, self._batch_size = dataset, batch_size
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Batches per epoch."""
         return math.ceil(len(self.dataset) / self._batch_size)
 
     def __iter__(self) -> Iterator[Any]:
@@ -66,7 +66,7 @@ class ForeignLoader:
 
 
 class ForeignStatefulLoader(ForeignLoader):
-    """The same, knowing how many batches of the epoch it has handed out."""
+    """The same, with its position in the epoch as its state."""
 
     _handed_out = 0
 
@@ -135,7 +135,7 @@ def build_data(given: Given, *, rank: int, world_size: int) -> tuple[Any, Ids]:
     return loader, dataset
 
 
-# ---- other objects with a state -------------------------------------------------------------------------------------
+# ---- other stateful objects -------------------------------------------------------------------------------------
 
 
 class Ema:
@@ -186,7 +186,7 @@ class Scaler:
 
 
 class Forgetful:
-    """A count of steps with a fault of its own: what is loaded is dropped."""
+    """A count of steps with a defect: it ignores the state that it is given."""
 
     def __init__(self) -> None:
         """Begin at 0."""
@@ -197,7 +197,7 @@ class Forgetful:
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """The fault."""
+        """The defect: ignore the state."""
 
 
 class StepCounter(Callback):
@@ -233,7 +233,7 @@ def loss_of(
 ) -> Callable[[nn.Module, Any], torch.Tensor]:
     """Return (model, batch) -> mean squared error of i / 64, scaled by what ``noise`` and ``extras`` say.
 
-    The ids of each batch are appended to ``seen``: what was trained, whatever a loader says that it handed out.
+    The ids of each batch are appended to ``seen``: the samples that were trained, independent of what a loader reports.
     """
 
     def loss_function(model: nn.Module, batch: Any) -> torch.Tensor:

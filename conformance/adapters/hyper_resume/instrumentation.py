@@ -1,4 +1,4 @@
-"""What stands between the library and its trainer to tell what happens: around the storage, and at both ends of the hooks."""
+"""Instrumentation of a trainer: a wrapper around its checkpointer, and callbacks before and after the checkpointer's."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from conformance.adapters.hyper_resume.event_reporter import EventReporter
 from hyper_resume.checkpoint.format import layout
 from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback, TrainerState
 
-# A held save gives up after so long: training stands still, so what it waits for will not come.
+# A held save goes on after this time: training is blocked, so the step that it waits for will not come.
 _HOLD_SECONDS = 4.0
-# How much longer than the steps it waits for a held save takes, so that whoever does not wait for it is seen.
+# Extra time of a held save, so that code which does not wait for it is detected.
 _LINGER_SECONDS = 0.2
 _POLL_SECONDS = 0.002
 
 
 def instrument_saves(leg: EventReporter, callback: CheckpointerCallback | None) -> None:
-    """Put a watcher between the callback and its storage, and hold its saves where the case asks for that."""
+    """Put a reporting wrapper between the callback and its checkpointer, and hold saves if the case says so."""
     if callback is None:
         return
     callback.checkpointer = InstrumentedCheckpointer(callback.checkpointer, leg)  # type: ignore[assignment]
@@ -28,7 +28,7 @@ def instrument_saves(leg: EventReporter, callback: CheckpointerCallback | None) 
 
 
 def _hold_saves(leg: EventReporter) -> None:
-    """Let a save in the background become visible late, and tell how it went (see ``given.hold_saves``)."""
+    """Delay the commit of a save in the background, and report whether training went on (see ``given.hold_saves``)."""
     original = layout.commit
 
     def commit(staging: Path, target: Path) -> Path | None:
@@ -38,11 +38,11 @@ def _hold_saves(leg: EventReporter) -> None:
         deadline = time.monotonic() + _HOLD_SECONDS
         while not _has_moved_on(leg, step) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        told = "beside training" if _has_moved_on(leg, step) else "while training stood still"
+        mode = "beside training" if _has_moved_on(leg, step) else "while training stood still"
         time.sleep(_LINGER_SECONDS)
-        aside = original(staging, target)
-        leg.probe.event("value", name=f"committed_{step}", value=told)
-        return aside
+        earlier = original(staging, target)
+        leg.probe.event("value", name=f"committed_{step}", value=mode)
+        return earlier
 
     layout.commit = commit
 
@@ -56,17 +56,17 @@ _OWN = frozenset({"_inner", "_leg", "loaded_from"})
 
 
 class InstrumentedCheckpointer:
-    """Passes every call on, and tells of saves and loads with the state as it is at the call."""
+    """Passes every call on, and reports saves and loads with the state at the call."""
 
     def __init__(self, inner: Any, leg: EventReporter) -> None:
-        """Stand before ``inner``."""
+        """Wrap ``inner``."""
         self._inner, self._leg = inner, leg
         self.loaded_from: str | None = None
 
     def save(
         self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False, **options: Any
     ) -> None:
-        """Save, and tell."""
+        """Save, and report it."""
         found = self._leg.buckets()
         self._inner.save(path, state, global_step=global_step, save_async=save_async, **options)
         self._leg.probe.event(
@@ -79,17 +79,17 @@ class InstrumentedCheckpointer:
         )
 
     def load(self, path: str, state: dict[str, Any], **options: Any) -> Any:
-        """Load, and remember from where."""
+        """Load, and remember the path."""
         loaded = self._inner.load(path, state, **options)
         self.loaded_from = path
         return loaded
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the storage's own."""
+        """All other attributes are those of the wrapped checkpointer."""
         return getattr(self._inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the callback sets (``check_loaded``) is meant for the storage."""
+        """What the callback sets (``check_loaded``) is set on the wrapped checkpointer."""
         if name in _OWN:
             super().__setattr__(name, value)
         else:
@@ -100,7 +100,7 @@ class BeforeSaves(Callback):
     """Runs before the checkpointer in every hook."""
 
     def __init__(self, trainer: Any, leg: EventReporter) -> None:
-        """Tell through ``leg``."""
+        """Report through ``leg``."""
         super().__init__(trainer)
         self._leg = leg
 
@@ -109,25 +109,25 @@ class BeforeSaves(Callback):
         self._leg.report_step()
 
     def on_train_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Training waits for nothing but its saves from now on."""
+        """From now on training waits only for its saves."""
         self._leg.is_over.set()
 
     def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """So too when an error broke it off."""
+        """The same after an error; report a refused restore."""
         self._leg.is_over.set()
-        self._leg.report_broken_off()
+        self._leg.report_refused()
 
 
 class AfterSaves(Callback):
     """Runs after the checkpointer in every hook."""
 
     def __init__(self, trainer: Any, leg: EventReporter) -> None:
-        """Tell through ``leg``."""
+        """Report through ``leg``."""
         super().__init__(trainer)
         self._leg = leg
 
     def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Tell where training begins."""
+        """Report where training begins."""
         callback = next((item for item in self.trainer.callbacks if isinstance(item, CheckpointerCallback)), None)
         loaded_from = getattr(callback.checkpointer, "loaded_from", None) if callback else None
         self._leg.report_begin(loaded_from)
@@ -135,9 +135,9 @@ class AfterSaves(Callback):
             callback.on_step_end(self.trainer.state)
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Stand at the moment after the step."""
+        """Reach the moment ``after_step``."""
         self._leg.probe.moment("after_step", self.trainer.state.global_step)
 
     def on_epoch_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Stand at the moment after the epoch."""
+        """Reach the moment ``after_epoch``."""
         self._leg.probe.moment("after_epoch", self.trainer.state.global_step)

@@ -1,4 +1,4 @@
-"""One rank of a leg of this library: builds what the job gives, trains through the public interface, tells what happens."""
+"""One rank of a leg: builds the objects of the job's ``given``, trains through the public interface, and reports events."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from hyper_resume.config import CheckpointingConfig, DataConfig, RunConfig, Trai
 from hyper_resume.trainer.base import BaseTrainer
 from hyper_resume.trainer.callbacks import CheckpointerCallback, TrainerState
 
-# Callbacks of this room; the others are the library's.
+# The adapter's callbacks; all others are the library's.
 OWN_CALLBACKS = (BeforeSaves, AfterSaves, StepCounter)
 _MANY_EPOCHS = 1_000_000
 
 
 class Leg(EventReporter):
-    """Everything of one rank's life in one place."""
+    """All objects of one rank, and its run."""
 
     def __init__(self, probe: Probe, job: Job, group: dist.ProcessGroup | None) -> None:
-        """Build all parts from seeds; nothing is trained or restored yet."""
+        """Build all objects from seeds; nothing is trained or restored yet."""
         rank = probe.rank
         super().__init__(probe, job, _device(job.given.device, rank))
         self.group = group
-        # This rank's place among those that read different data, how many these are, and their group.
+        # This rank's data share, the number of shares, and the group of the ranks that read different data.
         self.share, self.shares, self.dp_group = rank, job.world_size, group
         data_components.seed_streams(self.given.seed)
         self.model = self._spread(parts.build_model(self.given.model).to(self.device))
@@ -49,7 +49,7 @@ class Leg(EventReporter):
         self.loss_function = data_components.loss_of(
             self.given, self.seen, self.extras.get("generator"), self.extras.get("scaler")
         )
-        # Every rank draws from streams of its own, and none of them is where the building left it.
+        # Each data share draws from streams of its own, seeded anew after the objects are built.
         data_components.seed_streams(self.given.seed + 1000 + self.share)
 
     def _spread(self, model: nn.Module) -> nn.Module:
@@ -113,7 +113,7 @@ class Leg(EventReporter):
         self.report_end()
 
     def checkpointing(self) -> CheckpointingConfig:
-        """The ``checkpoint:`` block: what the case sets, and nothing else."""
+        """The ``checkpoint:`` block: only the fields that the case sets."""
         chosen = {name: value for name, value in to_plain(self.given.checkpoint).items() if value is not None}
         return CheckpointingConfig(checkpoint_dir=self.job.checkpoint_dir, restore_from=self.job.restore_from, **chosen)
 
@@ -161,7 +161,7 @@ class Leg(EventReporter):
         return trainer
 
     def _custom_trainer(self) -> Any:
-        """A namespace with what specification 5.2 names, and nothing more but the extras."""
+        """A namespace with the attributes that specification 5.2 names, and the extras."""
         training = SimpleNamespace(gradient_accumulation_steps=self.given.accumulation)
         trainer = SimpleNamespace(
             config=SimpleNamespace(checkpoint=self.checkpointing(), training=training),
@@ -181,10 +181,10 @@ class Leg(EventReporter):
             instrument_saves(self, trainer.callbacks[0])
         return trainer
 
-    # ---- what is told ----------------------------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------------------------
 
     def report_step(self) -> None:
-        """Move the other objects by a step, record it, and stand at the moment before its save."""
+        """Update the other stateful objects, record the step, and reach the moment ``before_save``."""
         state = self.trainer.state
         if "ema" in self.extras:
             self.extras["ema"].update(self.model)

@@ -1,4 +1,4 @@
-"""What every leg of this library does around its training: says that it started, and tells how it ended."""
+"""What every rank does around its training: reports its start and errors, joins the process group, installs a sabotage."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ import torch
 import torch.distributed as dist
 
 from conformance.adapters.hyper_resume.components import TroubleError
-from conformance.adapters.hyper_resume.step_directory import edit_step_directory, look_into
+from conformance.adapters.hyper_resume.step_directory import describe_step_directory, edit_step_directory
 from conformance.records.evidence import JOB_NAME
 from conformance.running.adapter import Job, read_job
 from conformance.running.legs import TROUBLE_EXIT
 from conformance.running.probe import Probe
-from conformance.sabotages.saboteur import SabotageError, put_in
+from conformance.sabotages.saboteur import SabotageError, install_sabotage
 from hyper_resume.device import destroy_process_group
 
 _GROUP_SECONDS = 20.0
 _FAILED = 1
 
 
-def live(train: Callable[[Probe, Job], int]) -> int:
+def run_job(train: Callable[[Probe, Job], int]) -> int:
     """Do what the job in the working directory says; returns the exit code.
 
     Args:
-        train: trains a leg, tells what happens, and returns the exit code.
+        train: trains a leg, reports its events, and returns the exit code.
     """
     probe, code = Probe.from_environment(), 0
     try:
@@ -40,28 +40,30 @@ def live(train: Callable[[Probe, Job], int]) -> int:
         probe.event("start", versions=versions())
         if job.task == "train":
             torch.set_num_threads(1)
-            probe.watch_logs("hyper_resume")
+            probe.capture_logs("hyper_resume")
             if job.sabotage is not None:
-                put_in(job.sabotage, lambda: probe.event("sabotage_fired", id=job.sabotage))
+                install_sabotage(job.sabotage, lambda: probe.event("sabotage_fired", id=job.sabotage))
             with _second_writer(job) if job.given.second_writer else contextlib.nullcontext():
                 code = train(probe, job)
-            # What watched the trainer held its groups until now, see hyper_resume.device.destroy_process_group.
+            # Instrumentation held the trainer's groups until now, see hyper_resume.device.destroy_process_group.
             gc.collect()
         else:
             step_directory = Path(job.checkpoint_dir) / f"global_step_{(job.edit or {}).get('step', job.step)}"
-            told = edit_step_directory(step_directory, job.edit) if job.edit else look_into(step_directory)
-            probe.event("value", name=job.task, value=told)
+            value = (
+                edit_step_directory(step_directory, job.edit) if job.edit else describe_step_directory(step_directory)
+            )
+            probe.event("value", name=job.task, value=value)
     except (TroubleError, SabotageError) as error:
         probe.event("trouble", message=str(error))
         return TROUBLE_EXIT
-    except BaseException as error:  # noqa: BLE001  whatever ends a leg is told
+    except BaseException as error:  # noqa: BLE001  every error that ends a leg is reported
         probe.error(error)
         return _FAILED
     return code
 
 
-# Stands for another run, so nothing of the library is in it; it holds both kinds of lock that Linux has. It ends with its
-# standard input, and so with this process.
+# A second run, without code of the library; it holds both kinds of lock that Linux has. It ends when its standard input
+# closes, so at the latest with this process.
 _HOLD_LOCK = """
 import fcntl, sys
 with open(sys.argv[1], "a+b") as file:
@@ -88,17 +90,17 @@ def _second_writer(job: Job) -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Of what this leg runs on."""
+    """The versions of Python and torch."""
     return {"python": platform.python_version(), "torch": torch.__version__}
 
 
 def is_under_torchrun() -> bool:
-    """True when torchrun started this process, and the environment says where the other ranks are."""
+    """True when torchrun started this process, so the environment names the rendezvous."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def join_group(job: Job) -> dist.ProcessGroup | None:
-    """Meet the other ranks: under torchrun as it says, else by a file in the leg's folder; None for a single process."""
+    """Join the process group: as torchrun says, or by a file in the leg's folder. None for a single process."""
     if job.world_size == 1:
         return None
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[job.given.device]
@@ -118,6 +120,6 @@ def join_group(job: Job) -> dist.ProcessGroup | None:
 
 
 def leave_group() -> None:
-    """Close the group, unless an error is on its way: another rank may wait in it."""
+    """Destroy the group, except during an error: another rank may be waiting in it."""
     if dist.is_initialized() and sys.exc_info()[0] is None:
         destroy_process_group()

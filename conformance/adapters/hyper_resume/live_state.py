@@ -1,6 +1,6 @@
 """A trainer's live state as text, by bucket and entry, and as digests.
 
-It reads the live objects, not the library's own collectors, so that a collector that forgets something can't hide it.
+It reads the live objects and not the library's collectors, so that a collector that forgets something is detected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers put in."""
+    """A parameter's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -60,7 +60,7 @@ def streams(device: torch.device) -> dict[str, Any]:
 
 
 def scheduler_state(scheduler: Any) -> Any:
-    """Everything of a schedule's state dict that is data; lambdas and methods have an address in their text."""
+    """The data in a schedule's state dict. Lambdas and methods are left out: their text contains an address."""
     return _data(scheduler.state_dict())
 
 
@@ -100,7 +100,7 @@ def buckets(trainer: Any, optimizers: list[Any], device: torch.device, extras: M
 
 
 def _position(trainer: Any) -> dict[str, Any]:
-    """What the reader of the data says of its position; with a prefetcher, as of the batch that was trained last."""
+    """The loader's position; with a prefetcher, that of the batch that was trained last."""
     for source in (getattr(trainer, "data_iterator", None), trainer.train_dataloader):
         if source is not None and getattr(source, "has_state", hasattr(source, "state_dict")):
             return dict(source.state_dict())
@@ -110,7 +110,7 @@ def _position(trainer: Any) -> dict[str, Any]:
 def step_digests(
     trainer: Any, optimizers: list[Any], device: torch.device, extras: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The digests of a step's record."""
+    """The digests for a step's record."""
     found: dict[str, Any] = {
         "model": digest(model_state(trainer.model)),
         "optimizer": digest(optimizer_state(trainer.model, optimizers)),

@@ -1,4 +1,4 @@
-"""Where a leg can be stopped beside its steps: on a save's way to disk, in a load, before any change on disk."""
+"""Pause points inside the library: between the stages of a save, in a load, before any change on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.saving import publication
 
 _STEP = re.compile(r"global_step_(\d+)")
-# Moment -> the function of the library that begins then.
+# Moment -> the function of the library that starts at it.
 _BEGINNINGS = {
     "before_commit": (layout, "commit"),
     "before_pointer": (layout, "write_pointer"),
@@ -28,10 +28,10 @@ _BEGINNINGS = {
 
 
 class PausePoints:
-    """What was put into the library so that this leg stops where its job says."""
+    """Patches of the library that pause this leg at its job's fault."""
 
     def __init__(self, probe: Probe, job: Job) -> None:
-        """Put it in; nothing for a job without such a fault."""
+        """Install the patches; none for a job without such a fault."""
         self._probe, self._job = probe, job
         self._lock = threading.Lock()
         self._save: int | None = None
@@ -39,33 +39,33 @@ class PausePoints:
         self._is_reached = False
         self._moment = job.fault.moment if job.fault else None
         if self._moment in _BEGINNINGS:
-            self._ask_at(self._moment, *_BEGINNINGS[self._moment])
+            self._pause_at(self._moment, *_BEGINNINGS[self._moment])
         if self._moment == "file_operation" or job.given.tell_operations:
-            watched = FileOperations(Path(job.checkpoint_dir), self._operation)
-            watched.install()
-            _watch_exchanges(watched)
+            operations_on_disk = FileOperations(Path(job.checkpoint_dir), self._operation)
+            operations_on_disk.install()
+            _count_exchanges(operations_on_disk)
 
-    def _ask_at(self, moment: str, module: Any, name: str) -> None:
+    def _pause_at(self, moment: str, module: Any, name: str) -> None:
         original = getattr(module, name, None)
         if original is None:
-            raise TroubleError(f"{module.__name__} has no {name}: a leg can't be stopped {moment}")
+            raise TroubleError(f"{module.__name__} has no {name}: a leg can't pause at {moment}")
 
-        def asking(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+        def pause_first(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
             if name == "write_pointer":
                 step = second
             else:
-                # Retention is told of the new checkpoint as the first of those that must stay.
+                # The first of the directories that retention must keep is the new checkpoint.
                 step = layout.parse_step(Path(args[0][0] if moment == "before_retention" else second).name)
             any_load = moment == "during_load" and self._job.fault is not None and self._job.fault.after_step == 0
             self._probe.moment(moment, 0 if any_load else -1 if step is None else step)
             return original(first, second, *args, **kwargs)
 
-        setattr(module, name, asking)
+        setattr(module, name, pause_first)
 
     def _operation(self, what: str, where: str) -> None:
-        """Count a change for the save whose step directory it names; what names none belongs to the save named last.
+        """Count a change for the save whose step directory its path names; one that names none belongs to the save named last.
 
-        A save in the background goes on while the next one is asked for already, so the calls would tell less.
+        The calls to ``save`` would not do: a save in the background goes on while the next one is already requested.
         """
         named = _STEP.search(where)
         with self._lock:
@@ -76,26 +76,26 @@ class PausePoints:
             save = self._save
             self._numbers[save] += 1
             number = self._numbers[save]
-            is_here = not self._is_reached and self._is_asked(save, number, what, where)
+            is_here = not self._is_reached and self._is_fault_here(save, number, what, where)
             self._is_reached |= is_here
         if self._job.given.tell_operations or is_here:
             self._probe.event("operation", save=save, number=number, what=what, where=where)
         if is_here:
             self._probe.moment("file_operation", save)
 
-    def _is_asked(self, save: int, number: int, what: str, where: str) -> bool:
+    def _is_fault_here(self, save: int, number: int, what: str, where: str) -> bool:
         fault = self._job.fault
         if fault is None or (self._probe.rank, save) != (fault.rank, fault.after_step):
             return False
         return fault.is_operation(number, what, where)
 
 
-def _watch_exchanges(watched: FileOperations) -> None:
-    """Count the one change on disk that goes past Python's own functions (``renameat2``)."""
+def _count_exchanges(operations_on_disk: FileOperations) -> None:
+    """Report the one change on disk that does not go through Python's functions (``renameat2``)."""
     original = operations.FileOperations.exchange
 
     def exchange(disk: operations.FileOperations, one: Path, other: Path) -> bool:
-        watched.tell("exchange", watched.below(other))
+        operations_on_disk.report("exchange", operations_on_disk.below(other))
         return original(disk, one, other)
 
     operations.FileOperations.exchange = exchange  # type: ignore[method-assign, assignment]

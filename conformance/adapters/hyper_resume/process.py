@@ -1,4 +1,4 @@
-"""The process of one rank of a leg of this library. ``main`` is what a warm server calls, and what ``python -m`` runs."""
+"""The process of one rank, with a trainer built from ``given``. A warm server calls ``main``; ``python -m`` runs it too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from conformance.adapters.hyper_resume.custom_loop import drive_custom_loop
 from conformance.adapters.hyper_resume.leg import Leg
-from conformance.adapters.hyper_resume.lifecycle import join_group, leave_group, live
+from conformance.adapters.hyper_resume.lifecycle import join_group, leave_group, run_job
 from conformance.running.adapter import Job
 from conformance.running.probe import Probe
 from hyper_resume.cli import EXIT_PREEMPTED
@@ -24,12 +24,12 @@ def prepare() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what the job says; returns the exit code."""
-    return live(train)
+    """Carry out the job; returns the exit code."""
+    return run_job(train)
 
 
 def train(probe: Probe, job: Job) -> int:
-    """Build, train, tell; returns the exit code, for a training that was preempted the same as the library's own program."""
+    """Build and train; returns the exit code (for a preempted training the same as the library's program)."""
     group = join_group(job)
     try:
         Leg(probe, job, group).run(drive_custom_loop)

@@ -1,4 +1,4 @@
-"""One rank of a leg that runs this library's own program on a configuration: ``hyper-resume train``, watched from outside.
+"""One rank of a leg that runs this library's program, ``hyper-resume train``, on a configuration file.
 
 What runs is :func:`hyper_resume.cli.main`, with its own exit codes; the steps are recorded by its own trajectory callback.
 """
@@ -18,7 +18,7 @@ import torch
 
 from conformance.adapters.hyper_resume.event_reporter import EventReporter
 from conformance.adapters.hyper_resume.instrumentation import AfterSaves, BeforeSaves, instrument_saves
-from conformance.adapters.hyper_resume.lifecycle import is_under_torchrun, join_group, live
+from conformance.adapters.hyper_resume.lifecycle import is_under_torchrun, join_group, run_job
 from conformance.plain_data.serial import to_plain
 from conformance.running.adapter import Job
 from conformance.running.probe import Probe
@@ -50,52 +50,52 @@ def prepare() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what the job says; returns the exit code."""
-    return live(train)
+    """Carry out the job; returns the exit code."""
+    return run_job(train)
 
 
 def train(probe: Probe, job: Job) -> int:
-    """Train, tell; returns the program's exit code."""
+    """Train; returns the program's exit code."""
     if not is_under_torchrun():
-        join_group(job)  # the program keeps a group that is there
+        join_group(job)  # the program keeps an existing group
         if job.world_size == 1:
-            os.environ.pop("RANK", None)  # started alone, as far as the program can tell
+            os.environ.pop("RANK", None)  # so the program sees a single process
     leg = ProgramLeg(probe, job)
     path = str(_CHECKOUT / str(job.given.config))
     leg.report_configuration(path)
-    _tell_errors(probe)
+    _report_errors(probe)
     code = cli.main(["train", path, *leg.words()])
     if code == 0:
         leg.report_end()
     return code
 
 
-def _tell_errors(probe: Probe) -> None:
-    """Tell the errors that the program turns into an exit code; any other comes out of it."""
+def _report_errors(probe: Probe) -> None:
+    """Report the errors that the program turns into an exit code; others reach the caller."""
     original = cli.train
 
-    def told(config_path: str, overrides: Sequence[str]) -> None:
+    def train_and_report(config_path: str, overrides: Sequence[str]) -> None:
         try:
             original(config_path, overrides)
         except HyperResumeError as error:
             probe.error(error)
             raise
 
-    cli.train = told
+    cli.train = train_and_report
 
 
 class ProgramLeg(EventReporter):
-    """Puts itself between the program and the trainer that it builds."""
+    """Instruments the trainer that the program builds."""
 
     def __init__(self, probe: Probe, job: Job) -> None:
-        """The device is told from the job; the trainer is watched as soon as it is built."""
+        """Take the device from the job, and replace the program's trainer class."""
         index = int(os.environ.get("LOCAL_RANK", "0"))
         kind = job.given.device
         super().__init__(probe, job, torch.device("cpu") if kind == "cpu" else torch.device(kind, index))
         text_trainer.BaseTrainer = self._build  # type: ignore[assignment, attr-defined]
 
     def words(self) -> list[str]:
-        """The command line behind the configuration file."""
+        """The command-line arguments after the configuration file."""
         job, given = self.job, self.given
         chosen = {name: value for name, value in to_plain(given.checkpoint).items() if value is not None}
         chosen["checkpoint_dir"] = job.checkpoint_dir
@@ -108,14 +108,14 @@ class ProgramLeg(EventReporter):
         return [*words, *given.overrides]
 
     def report_configuration(self, path: str) -> None:
-        """Tell every value after the overrides, and where it came from."""
+        """Report every value after the overrides, and its source."""
         resolved = resolve_config(path, self.words())
         values = dataclasses.asdict(resolved.config)
-        told = {}
+        reported = {}
         for name, source in resolved.sources.items():
             value = functools.reduce(lambda block, key: block[key], name.split("."), values)
-            told[name] = {"value": value, "source": source.replace(f"{_CHECKOUT}/", "")}
-        self.probe.event("configuration", values=told)
+            reported[name] = {"value": value, "source": source.replace(f"{_CHECKOUT}/", "")}
+        self.probe.event("configuration", values=reported)
 
     def _build(self, *args: Any, **kwargs: Any) -> BaseTrainer:
         trainer = BaseTrainer(*args, callbacks=[lambda made: BeforeSaves(made, self)], **kwargs)

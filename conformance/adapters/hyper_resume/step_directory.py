@@ -1,9 +1,9 @@
-"""Looking into a step directory, and damaging one, with stock torch only: none of the library's own readers is used.
+"""Describes and edits step directories with stock torch only: none of the library's readers is used.
 
-The library holds every file against ``manifest.json`` before it looks into any, so a file that was edited is refused for
-being edited. An edit here asks another question, what comes of a checkpoint that never had the thing. So it also makes the
-directory one that another tool could have written (:func:`_make_foreign`): without manifest and without the marks of a save.
-What comes of an edit that leaves the manifest is asked by the faults that work on bytes (``flip_byte``, ``truncate``, ...).
+The library verifies every file against ``manifest.json`` before it reads any, so it refuses an edited file because of its
+digest. The edits here test something else: a checkpoint that never had an entry. So each edit also removes the manifest and
+the save ids (:func:`_make_foreign`), as if another tool had written the directory. Edits that keep the manifest are the faults
+on bytes (``flip_byte``, ``truncate``, ...).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from conformance.running.probe import describe
 
 _BUCKET_OF = {"global_step": "progress", "epoch": "progress"}
 _EMBEDDED = re.compile(r"extra_state\.(rank_[0-9]+)\.(.+)")
-# Drawn anew for every save: told by its kind only, so that two runs of one case have the same records.
+# Different in every save: only its type is reported, so that two runs of one case have the same records.
 _DRAWN_ANEW = frozenset({"save_id"})
 _RANK_FILE = re.compile(r"extra_state_(rank_[0-9]+)\.pt")
 _MANIFEST = "manifest.json"
@@ -40,9 +40,9 @@ _MARK = re.compile(r"(extra_state\.rank_[0-9]+\.)?save_id(\..*)?")
 _END_BYTES = 22
 
 
-def look_into(step_directory: Path) -> dict[str, dict[str, str]]:
-    """Bucket -> entry -> description. ``layout`` has an entry ``per_rank`` or ``embedded`` where there is training state,
-    ``manifest`` what that says: ``step``, ``world_size``, ``mesh``, ``ancestors`` (steps), ``file.NAME``, ``metric.NAME``,
+def describe_step_directory(step_directory: Path) -> dict[str, dict[str, str]]:
+    """Bucket -> entry -> description. ``layout`` has an entry ``per_rank`` or ``embedded`` if there is training state;
+    ``manifest`` has the manifest's ``step``, ``world_size``, ``mesh``, ``ancestors`` (steps), ``file.NAME``, ``metric.NAME``,
     ``bucket.rank_R.NAME``.
     """
     found: dict[str, dict[str, str]] = {}
@@ -90,9 +90,9 @@ def edit_step_directory(step_directory: Path, edit: Mapping[str, Any]) -> str:
     """Carry out one of the faults that need the trainer's format; returns what was done."""
     if edit["kind"] == "flip_tensor_byte":
         return _flip_tensor_byte(step_directory, edit["entry"], edit.get("rank", 0), edit.get("part", "numbers"))
-    told = _edit(step_directory, edit["kind"], edit)
+    done = _edit(step_directory, edit["kind"], edit)
     _make_foreign(step_directory)
-    return told
+    return done
 
 
 def _edit(step_directory: Path, kind: str, edit: Mapping[str, Any]) -> str:
@@ -132,7 +132,7 @@ def _flip_tensor_byte(step_directory: Path, entry: str, rank: int, part: str) ->
 
 
 def _place_of_numbers(archive: bytes) -> int:
-    """Where the numbers of a ``torch.save`` archive begin: behind the header of its record, whose lengths stand in it."""
+    """The offset of the numbers in a ``torch.save`` archive: after the header of their record, which states its lengths."""
     with zipfile.ZipFile(io.BytesIO(archive)) as opened:
         begin = next(item for item in opened.infolist() if "/data/" in item.filename).header_offset
     name, extra = struct.unpack_from("<HH", archive, begin + 26)
@@ -141,7 +141,7 @@ def _place_of_numbers(archive: bytes) -> int:
 
 
 def _make_foreign(step_directory: Path) -> None:
-    """Leave nothing that says which library wrote this, and in which save."""
+    """Remove the manifest and the save ids, which only this library writes."""
     (step_directory / _MANIFEST).unlink(missing_ok=True)
     marks = [name for name in _metadata(step_directory).state_dict_metadata if _MARK.fullmatch(name)]
     if marks:
@@ -164,7 +164,7 @@ def _kind(entry: Any) -> str:
 
 
 def _forget(step_directory: Path, names: list[str]) -> str:
-    """Take entries out of the checkpoint's own description, so that it does not have them any more."""
+    """Remove entries from the checkpoint's ``.metadata``."""
     metadata = _metadata(step_directory)
     lacking = [name for name in names if name not in metadata.state_dict_metadata]
     if not names or lacking:
@@ -173,10 +173,10 @@ def _forget(step_directory: Path, names: list[str]) -> str:
         del metadata.state_dict_metadata[name]
         if isinstance(metadata.planner_data, dict):
             metadata.planner_data.pop(name, None)
-    gone = set(names)
+    removed = set(names)
     storage = metadata.storage_data or {}
-    metadata.storage_data = {index: place for index, place in storage.items() if index.fqn not in gone}
-    # As stock DCP writes it; the library's names the directory that it was staged in.
+    metadata.storage_data = {index: place for index, place in storage.items() if index.fqn not in removed}
+    # As stock DCP writes it; the library's names its staging directory.
     metadata.storage_meta = StorageMeta()
     with (step_directory / ".metadata").open("wb") as file:
         pickle.dump(metadata, file)

@@ -1,1 +1,1 @@
-"""T1: every state that a crash may leave on disk, judged by the real loader."""
+"""T1: every state of the disk that a crash during a save may leave, loaded by the real loader."""

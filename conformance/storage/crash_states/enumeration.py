@@ -97,7 +97,7 @@ def places(recording: Recording, model: str, *, all_orders: bool = False) -> Ite
         for point in range(len(history) + 1):
             if point:
                 done.append(history.operations[point - 1])
-                progress.hear(done[-1])
+                progress.observe(done[-1])
             key = _key(done, model)
             if all_orders or key not in seen:
                 seen.add(key)
@@ -205,7 +205,7 @@ def examine(job: Job) -> Examined:
         return Examined(job=job, error=str(error))
     ended = forked_ranks.run_alone(judge, subject, recording, job.options, limit_seconds=_JUDGE_SECONDS)
     if ended.how != "returned":
-        return Examined(job=job, error=f"{job.scenario}: {ended.told}\n{ended.trace}")
+        return Examined(job=job, error=f"{job.scenario}: {ended.summary}\n{ended.trace}")
     return Examined(job=job, records=tuple(ended.value))
 
 

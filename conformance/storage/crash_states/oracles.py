@@ -29,13 +29,13 @@ class Promise:
 
 @dataclass
 class Progress:
-    """What a life has told so far. ``current`` begins with what the disk holds."""
+    """What the program under test has reported so far. ``current`` begins with what the disk holds."""
 
     current: str
     pending: set[str] = field(default_factory=set)
     past: set[str] = field(default_factory=set)
 
-    def hear(self, one: Operation) -> None:
+    def observe(self, one: Operation) -> None:
         """Take note of a mark; another operation changes no promise."""
         if one.kind != "mark":
             return

@@ -63,8 +63,8 @@ def _journal(history: History, point: int, keep: Keep) -> Found:
     least, _ = history.kept_names(point)
     data = _Data(history, point)
     for count in range(len(names), least - 1, -1):
-        for told, contents in data.choices(in_full=count == len(names)):
-            choice = f"names={count};{told}"
+        for kept_bytes, contents in data.choices(in_full=count == len(names)):
+            choice = f"names={count};{kept_bytes}"
             if keep(choice):
                 yield choice, history.assemble(names[:count], contents())
 
@@ -76,9 +76,9 @@ def _posix(history: History, point: int, keep: Keep) -> Found:
     data = _Data(history, point)
     for chosen in _subsets(free):
         kept = promised | chosen
-        told_names = "all" if len(chosen) == len(free) else "".join("01"[index in chosen] for index in free)
-        for told, contents in data.choices(in_full=len(chosen) == len(free)):
-            choice = f"names={told_names};{told}"
+        kept_names_text = "all" if len(chosen) == len(free) else "".join("01"[index in chosen] for index in free)
+        for kept_bytes, contents in data.choices(in_full=len(chosen) == len(free)):
+            choice = f"names={kept_names_text};{kept_bytes}"
             if keep(choice):
                 yield choice, history.assemble([names[index] for index in sorted(kept)], contents())
 
@@ -111,8 +111,8 @@ class _Data:
             yield f"data={kind}", functools.partial(self._picked, dict.fromkeys(self._variants, kind))
         if in_full:
             for picked in self._combinations():
-                told = ",".join(f"{inode}:{kind}" for inode, kind in picked.items())
-                yield f"data={told}", functools.partial(self._picked, picked)
+                kinds = ",".join(f"{inode}:{kind}" for inode, kind in picked.items())
+                yield f"data={kinds}", functools.partial(self._picked, picked)
 
     def _combinations(self) -> Iterator[dict[int, str]]:
         inodes = list(self._variants)

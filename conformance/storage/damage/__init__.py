@@ -1,1 +1,1 @@
-"""T2: a committed checkpoint is damaged in every way, and loaded."""
+"""T2: damaged checkpoints: flipped bits, cut, missing and swapped files, edited manifests; each is loaded."""

@@ -82,7 +82,7 @@ def examine(
 
 def _broken(damage: Damage, level: Level, end: Ended) -> Verdict:
     what = {"hung": "hung", "died": "ended the process"}.get(end.how, "the judge failed")
-    return Verdict(damage=damage, level=level, outcome="broken", violations=(what,), told=end.told)
+    return Verdict(damage=damage, level=level, outcome="broken", violations=(what,), message=end.summary)
 
 
 def _job(job: tuple[str, str, Layout, Sequence[Damage]]) -> Any:

@@ -86,7 +86,7 @@ class Material:
     others: Mapping[str, Content]
 
 
-def place_told(damage: Damage, material: Material) -> int | None:
+def reported_place(damage: Damage, material: Material) -> int | None:
     """The byte of a shard that must be told as damaged, by a place in the file that has it; None where none has to be.
 
     A shard's table tells each of its segments apart. Where the table itself is damaged nothing tells where.

@@ -23,14 +23,14 @@ Level = Literal["digest", "load"]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What came of one case. ``violations`` is empty when every promise held; ``told`` is the library's own word."""
+    """What came of one case. ``violations`` is empty when every promise held; ``message`` is what the library reported."""
 
     damage: Damage
     level: Level
     outcome: Literal["refused", "harmless", "silent", "broken"]
     fell_back: bool = False
     violations: tuple[str, ...] = ()
-    told: str = ""
+    message: str = ""
     stock_was_silent: bool | None = None
 
 
@@ -68,7 +68,7 @@ def build(folder: Path, layout: Layout) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     ends = [*run_ranks(two_ranks), *run_ranks(save, "alone", (NEWEST,), 0, world_size=1)]
-    failed = [end.told for end in ends if end.how != "returned"]
+    failed = [end.summary for end in ends if end.how != "returned"]
     if failed:
         raise NothingToDamage("; ".join(failed))
 
@@ -117,7 +117,7 @@ def check_undamaged(folder: Path, layout: Layout) -> None:
 
     end = run_alone(load)
     if end.how != "returned" or end.value:
-        raise NothingToDamage(f"undamaged, {layout}: {end.told} {end.value or ''}")
+        raise NothingToDamage(f"undamaged, {layout}: {end.summary} {end.value or ''}")
 
 
 # ---- judging, in a process of its own -----------------------------------------------------------------------------------
@@ -146,18 +146,18 @@ class Judge:
             complaints = [str(error)]
         finally:
             place.write_bytes(self._material.newest[damage.file])
-        told = "; ".join(complaints)
-        violations = self._not_told(told, damage)
-        if not told:
+        message = "; ".join(complaints)
+        violations = self._missing_in_message(message, damage)
+        if not message:
             return Verdict(damage=damage, level="digest", outcome="silent", violations=("loaded silently",))
-        return Verdict(damage=damage, level="digest", outcome="refused", violations=tuple(violations), told=told)
+        return Verdict(damage=damage, level="digest", outcome="refused", violations=tuple(violations), message=message)
 
-    def _not_told(self, told: str, damage: Damage) -> list[str]:
+    def _missing_in_message(self, message: str, damage: Damage) -> list[str]:
         """What a refusal leaves out."""
-        byte = kinds.place_told(damage, self._material)
-        spans = [(int(begin), int(end)) for begin, end in _PLACES.findall(told)]
-        violations = [] if _names_one(told, damage) else ["file not named"]
-        # One bit is damaged, so one place is told.
+        byte = kinds.reported_place(damage, self._material)
+        spans = [(int(begin), int(end)) for begin, end in _PLACES.findall(message)]
+        violations = [] if _names_one(message, damage) else ["file not named"]
+        # One bit is damaged, so one place is named.
         if byte is not None and not (len(spans) == 1 and spans[0][0] <= byte < spans[0][1]):
             violations.append("place not told")
         return violations
@@ -167,7 +167,7 @@ class Judge:
         content = kinds.damaged(damage, self._material)
         write_tree(self._newest, content)
         before = read_tree(self._root)
-        outcome, told, violations = self._by_path(damage)
+        outcome, message, violations = self._by_path(damage)
         if damage.kind in kinds.SHOWS_IN_SIZE and outcome == "refused":
             by_size, _, more = self._by_path(damage, verify="size")
             violations += [f"by size: {name}" for name in more] + ["by size: not noticed"] * (by_size != "refused")
@@ -185,36 +185,36 @@ class Judge:
             outcome=outcome,
             fell_back=fell_back,
             violations=tuple(violations),
-            told=told,
+            message=message,
             stock_was_silent=stock,
         )
 
     def _by_path(self, damage: Damage, *, verify: Literal["digest", "size"] = "digest") -> tuple[Any, str, list[str]]:
         live = small.destination()
         before = small.live_digest(live)
-        with small.listening() as warnings:
+        with small.collected_warnings() as warnings:
             try:
                 extra = _load(self._newest, live, verify=verify)
             except Exception as error:  # noqa: BLE001  of which class it is, is judged
-                told = f"{type(error).__name__}: {error}"
+                message = f"{type(error).__name__}: {error}"
                 violations = [] if type(error).__name__ in _RIGHT_ERRORS else ["wrong class of error"]
-                violations += self._not_told(told, damage)
+                violations += self._missing_in_message(message, damage)
                 violations += [] if small.live_digest(live) == before else ["touched live state"]
-                return "refused", told, violations
+                return "refused", message, violations
         wrong = small.difference(live, small.expected(NEWEST)) or small.training_state_difference(extra, NEWEST, 0)
         if wrong:
             return "silent", wrong, ["loaded silently"]
-        told = "; ".join(warnings)
+        message = "; ".join(warnings)
         violations = ["not noticed"] if damage.must_be_refused else []
-        if damage.kind == "extra" and not _names_one(told, damage):
+        if damage.kind == "extra" and not _names_one(message, damage):
             violations.append("extra file not reported")
-        return "harmless", told, violations
+        return "harmless", message, violations
 
     def _by_latest(self, damage: Damage, outcome: str) -> tuple[bool, list[str]]:
         """Whether the older step was taken, and what is wrong with that."""
         from hyper_resume.checkpoint import DistributedCheckpointer
 
-        with small.listening() as warnings:
+        with small.collected_warnings() as warnings:
             try:
                 found = DistributedCheckpointer().find_latest_checkpoint(str(self._root))
             except Exception as error:  # noqa: BLE001  there is a good step, so there is no right error
@@ -223,8 +223,10 @@ class Judge:
             return False, [] if outcome != "refused" else ["LATEST took what a load by path refuses"]
         if found is None or Path(found) != self._root / f"global_step_{OLDER}":
             return False, ["no fall-back"]
-        told = "; ".join(warnings)
-        violations = [] if self._newest.name in told and _names_one(told, damage) else ["fall-back without its reason"]
+        message = "; ".join(warnings)
+        violations = (
+            [] if self._newest.name in message and _names_one(message, damage) else ["fall-back without its reason"]
+        )
         live = small.destination()
         try:
             extra = _load(Path(found), live)
@@ -250,8 +252,8 @@ _PLACES = re.compile(r"(?:other bytes at |, )(\d+) to (\d+)")
 _RIGHT_ERRORS = ("CheckpointMismatchError", "CheckpointNotFoundError")
 
 
-def _names_one(told: str, damage: Damage) -> bool:
-    return any(culprit.rsplit("/", 1)[-1] in told for culprit in damage.culprits)
+def _names_one(message: str, damage: Damage) -> bool:
+    return any(culprit.rsplit("/", 1)[-1] in message for culprit in damage.culprits)
 
 
 def _stock_reads(damage: Damage) -> bool:

@@ -26,7 +26,7 @@ _BY_NAME = frozenset(
 _GROWING = frozenset(("make_directory", "create", "write", "sync", "rename", "exchange", "sync_directory"))
 SHORT_WRITE, SHORT_READ = "short write", "short read"
 # Which operations an error can be the answer of.
-STRIKES: Mapping[str, frozenset[str]] = {
+OPERATIONS_OF: Mapping[str, frozenset[str]] = {
     "EIO": _ALL,
     "ENOSPC": _GROWING,
     "EDQUOT": _GROWING,
@@ -52,9 +52,9 @@ class Fault:
     persistent: bool
     only: str = ""
 
-    def can_strike(self, operation: str) -> bool:
+    def applies_to(self, operation: str) -> bool:
         """It is counted."""
-        return operation in STRIKES[self.error] and self.only in ("", operation)
+        return operation in OPERATIONS_OF[self.error] and self.only in ("", operation)
 
 
 class FailingOperations(FileOperations):
@@ -94,7 +94,7 @@ class FailingOperations(FileOperations):
     def meet(self, operation: str, path: Path) -> str:
         """Count one operation; "" when it is to go well, else ``error`` of the fault."""
         with self._lock:
-            if self._fault is None or not self._fault.can_strike(operation):
+            if self._fault is None or not self._fault.applies_to(operation):
                 return ""
             self.reached += 1
             if self.reached < self._fault.at or (self.reached > self._fault.at and not self._fault.persistent):

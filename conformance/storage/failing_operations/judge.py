@@ -1,4 +1,4 @@
-"""One run of T3, held against the promises: what the two ranks told, and what was on disk right after."""
+"""One run of T3, held against the promises: what the two ranks reports, and what was on disk right after."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.storage.damage.judge import read_tree
-from conformance.storage.failing_operations.runs import ASIDE, POINTER, Case, Scenario, Told
+from conformance.storage.failing_operations.runs import ASIDE, POINTER, Case, RankReport, Scenario
 from conformance.storage.workload import small_checkpoint as small
 
 
@@ -20,19 +20,19 @@ class Verdict:
     struck: str
     survived: bool
     violations: tuple[str, ...] = ()
-    told: str = ""
+    message: str = ""
     id: str = ""
 
 
-def _says_why(told: Told, step: int) -> bool:
+def _says_why(report: RankReport, step: int) -> bool:
     """A copy may stay where it stepped aside to when the run broke off at its begin, or has said that it leaves it there."""
-    return told.phase == "begin" or any(
-        f"global_step_{step}" in line and "should be put back" in line for line in told.warnings
+    return report.phase == "begin" or any(
+        f"global_step_{step}" in line and "should be put back" in line for line in report.warnings
     )
 
 
 class Judge:
-    """Holds what the ranks told, and what was on disk right after, against the promises."""
+    """Holds what the ranks reports, and what was on disk right after, against the promises."""
 
     def __init__(self, scenario: Scenario, case: Case, template: Path) -> None:
         """``template`` is the root as it was before."""
@@ -40,34 +40,34 @@ class Judge:
         self._case = case
         self._before = read_tree(template)
 
-    def judge(self, number: int, told: Sequence[Told], after: Path) -> Verdict:
+    def judge(self, number: int, reports: Sequence[RankReport], after: Path) -> Verdict:
         """One run. To be called in a process of its own: it loads."""
-        struck = next((one.struck for one in told if one.struck), "")
-        violations = [*self._of_the_ranks(told)]
+        struck = next((one.struck for one in reports if one.struck), "")
+        violations = [*self._of_the_ranks(reports)]
         if self._scenario.saves is None:
-            violations += self._of_a_load(told)
+            violations += self._of_a_load(reports)
             if read_tree(after) != self._before:
                 violations.append("a file was changed by reading")
         else:
-            violations += self._of_a_save(told, after)
+            violations += self._of_a_save(reports, after)
         return Verdict(
             case=self._case,
             number=number,
             struck=struck,
-            survived=bool(struck) and not told[0].error,
+            survived=bool(struck) and not reports[0].error,
             violations=tuple(dict.fromkeys(violations)),
-            told="; ".join(
-                f"{one.phase} {one.error} {one.message} {one.later} {one.left or ''}".strip() for one in told
+            message="; ".join(
+                f"{one.phase} {one.error} {one.message} {one.later} {one.left or ''}".strip() for one in reports
             ),
             id=self._case.id_at(number),
         )
 
-    def _of_the_ranks(self, told: Sequence[Told]) -> Iterator[str]:
-        if len({(one.error, one.message) for one in told}) > 1:
+    def _of_the_ranks(self, reports: Sequence[RankReport]) -> Iterator[str]:
+        if len({(one.error, one.message) for one in reports}) > 1:
             yield "ranks disagree"
-        if any(one.later for one in told):
+        if any(one.later for one in reports):
             yield "the next one fails on a mended disk"
-        for one in told:
+        for one in reports:
             if not one.error and one.unsynced:
                 yield "done before its names were synced"
             if one.error and self._case.error.startswith("short"):
@@ -81,23 +81,23 @@ class Judge:
             if one.error and one.error not in _RIGHT_ERRORS[one.phase]:
                 yield "wrong class of error"
 
-    def _of_a_load(self, told: Sequence[Told]) -> Iterator[str]:
+    def _of_a_load(self, reports: Sequence[RankReport]) -> Iterator[str]:
         newest = max(self._scenario.before)
-        for one in told:
+        for one in reports:
             if one.is_touched:
                 yield "touched live state"
             if one.wrong:
                 yield "loaded silently"
-        if not told[0].error and len({one.found for one in told}) > 1:
+        if not reports[0].error and len({one.found for one in reports}) > 1:
             yield "ranks disagree"
-        if self._case.error.startswith("short") and told[0].found != newest:
+        if self._case.error.startswith("short") and reports[0].found != newest:
             yield "gave up on what is no error"
-        if told[0].found not in (None, newest) and not any(
-            f"global_step_{newest}" in line for line in told[0].warnings
+        if reports[0].found not in (None, newest) and not any(
+            f"global_step_{newest}" in line for line in reports[0].warnings
         ):
             yield "fall-back without its reason"
 
-    def _of_a_save(self, told: Sequence[Told], after: Path) -> Iterator[str]:
+    def _of_a_save(self, reports: Sequence[RankReport], after: Path) -> Iterator[str]:
         assert self._scenario.saves is not None
         step, variant = self._scenario.saves
         was_there = step in self._scenario.before
@@ -108,10 +108,10 @@ class Judge:
         for other in self._scenario.before:
             if other == step and published:
                 continue
-            gone = not (after / f"global_step_{other}").exists()
-            if gone and other in self._scenario.expendable and is_good:
+            missing = not (after / f"global_step_{other}").exists()
+            if missing and other in self._scenario.expendable and is_good:
                 continue
-            if gone and self._is_still_aside(content, other) and _says_why(told[0], other):
+            if missing and self._is_still_set_aside(content, other) and _says_why(reports[0], other):
                 continue
             if not self._is_old(content, other):
                 yield "an earlier checkpoint is lost"
@@ -120,11 +120,11 @@ class Judge:
         pointed = content.get(POINTER, b"").decode().strip()
         yield from self._of_the_pointer(pointed, after, (step, variant) if published else None)
         is_found = self._scenario.directory or (pointed == str(step) and _latest(after) == step)
-        if not told[0].error and not (is_good and is_found):
+        if not reports[0].error and not (is_good and is_found):
             yield "said success, and it is not there"
-        if told[0].error and published and _SAYS_PUBLISHED not in told[0].message:
+        if reports[0].error and published and _SAYS_PUBLISHED not in reports[0].message:
             yield "published a save that failed"
-        if published and any("/.staging/global_step_" in one.failed_sync for one in told):
+        if published and any("/.staging/global_step_" in one.failed_sync for one in reports):
             yield "published after a failed sync"
 
     def _of_the_pointer(self, pointed: str, after: Path, new: tuple[int, int] | None) -> Iterator[str]:
@@ -133,7 +133,7 @@ class Judge:
                 yield "the pointer is lost"
             return
         step = int(pointed)
-        if step == self._scenario.aside and not (after / f"global_step_{step}").exists():
+        if step == self._scenario.set_aside and not (after / f"global_step_{step}").exists():
             return
         variant = new[1] if new is not None and new[0] == step else 0
         if _load_problem(after / f"global_step_{step}", step, variant):
@@ -143,10 +143,10 @@ class Judge:
         prefix = f"global_step_{step}/"
         return _part(content, prefix) == _part(self._before, prefix)
 
-    def _is_still_aside(self, content: dict[str, bytes], step: int) -> bool:
+    def _is_still_set_aside(self, content: dict[str, bytes], step: int) -> bool:
         place = f"{ASIDE.format(step=step)}/"
         found = {f"global_step_{step}/{name.removeprefix(place)}": data for name, data in _part(content, place).items()}
-        return step == self._scenario.aside and found == _part(self._before, f"global_step_{step}/")
+        return step == self._scenario.set_aside and found == _part(self._before, f"global_step_{step}/")
 
 
 # What an error says that came after the commit: only the pointer is missing.
@@ -172,7 +172,7 @@ def _load_problem(directory: Path, step: int, variant: int) -> str:
     live = small.destination()
     skeleton = dict.fromkeys(small.TRAINING_STATE_KEYS)
     try:
-        with small.listening():
+        with small.collected_warnings():
             extra = DistributedCheckpointer().load(str(directory), live, extra_state_skeleton=skeleton)
     except Exception as error:  # noqa: BLE001  whatever it is, it does not load
         return str(error)
@@ -183,6 +183,6 @@ def _load_problem(directory: Path, step: int, variant: int) -> str:
 def _latest(root: Path) -> int | None:
     from hyper_resume.checkpoint import DistributedCheckpointer
 
-    with small.listening():
+    with small.collected_warnings():
         found = DistributedCheckpointer().find_latest_checkpoint(str(root))
     return None if found is None else int(Path(found).name.removeprefix("global_step_"))

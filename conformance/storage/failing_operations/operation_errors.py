@@ -9,7 +9,7 @@ load) on file operations of which one fails. Whatever then comes, both ranks mus
 - a file whose sync failed is never synced again, and nothing that it is a part of is published;
 - what is done has its names synced too, and a short write or read, which is no error, is gone on with;
 - on a mended disk the next save works, and after it nothing is left behind: no staged file, no trash, no open file;
-- a failed load has not touched the live state, and works when it is tried again.
+- a failed load has not touched the run_cases state, and works when it is tried again.
 
 One pair of ranks goes through many N of a case, because a failed save must leave its processes fit for the next one. A pair
 that hangs or dies is ended, and another goes on after the operation that did it.
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from conformance.running.forked_ranks import Ended, Workers, fan_out, run_alone, run_ranks, scratch
 from conformance.storage.failing_operations.judge import Judge, Verdict
-from conformance.storage.failing_operations.runs import ERRORS, SCENARIOS, TIER, WORLD, Case, Rank, Scenario, Told
+from conformance.storage.failing_operations.runs import ERRORS, SCENARIOS, TIER, WORLD, Case, Rank, RankReport, Scenario
 from conformance.storage.records import MOST_EXAMPLES, OperationErrors
 from conformance.storage.workload import small_checkpoint as small
 
@@ -63,7 +63,7 @@ def build(folder: Path, scenario: Scenario) -> Path:
 
     root = folder / scenario.name.replace(" ", "-") / "root"
     root.mkdir(parents=True)
-    failed = [end.told for end in run_ranks(save, root) if end.how != "returned"]
+    failed = [end.summary for end in run_ranks(save, root) if end.how != "returned"]
     if failed:
         raise NothingToDo("; ".join(failed))
     return root
@@ -87,12 +87,14 @@ def examine_in_parts(
         with tempfile.TemporaryDirectory(prefix="errors-", dir=scratch()) as place:
             folder = Path(place)
             ends = run_ranks(
-                lambda folder=folder, first=first: Rank(folder, template, scenario, case, runs_of_a_pair).live(first),
+                lambda folder=folder, first=first: Rank(folder, template, scenario, case, runs_of_a_pair).run_from(
+                    first
+                ),
                 limit_seconds=_PAIR_SECONDS,
                 collective_seconds=_COLLECTIVE_SECONDS,
             )
-            told = [_read(folder / f"rank_{rank}") for rank in range(WORLD)]
-            found = _judge_all(Judge(scenario, case, template), folder, told)
+            reports = [_read(folder / f"rank_{rank}") for rank in range(WORLD)]
+            found = _judge_all(Judge(scenario, case, template), folder, reports)
         first += len(found) * case.stride
         is_whole = all(end.how == "returned" for end in ends)
         if not is_whole:
@@ -104,8 +106,8 @@ def examine_in_parts(
             return
 
 
-def _judge_all(judge: Judge, folder: Path, told: Sequence[Sequence[Told]]) -> list[Verdict]:
-    both = list(zip(*told, strict=False))
+def _judge_all(judge: Judge, folder: Path, reports: Sequence[Sequence[RankReport]]) -> list[Verdict]:
+    both = list(zip(*reports, strict=False))
     end = run_alone(
         lambda: [
             judge.judge(of_rank[0].number, of_rank, folder / f"{of_rank[0].number}" / "after") for of_rank in both
@@ -113,13 +115,13 @@ def _judge_all(judge: Judge, folder: Path, told: Sequence[Sequence[Told]]) -> li
         limit_seconds=60,
     )
     if end.how != "returned":
-        raise NothingToDo(f"judging: {end.told}\n{end.trace}")
+        raise NothingToDo(f"judging: {end.summary}\n{end.trace}")
     verdicts: list[Verdict] = end.value
     return verdicts
 
 
-def _read(path: Path) -> list[Told]:
-    found: list[Told] = []
+def _read(path: Path) -> list[RankReport]:
+    found: list[RankReport] = []
     if path.exists():
         with path.open("rb") as file:
             while file.peek(1):
@@ -132,9 +134,15 @@ def _read(path: Path) -> list[Told]:
 
 def _broken(case: Case, number: int, ends: Sequence[Ended]) -> Verdict:
     violations = tuple(dict.fromkeys(_how(end) for end in ends if end.how != "returned"))
-    told = "; ".join(end.told for end in ends)
+    message = "; ".join(end.summary for end in ends)
     return Verdict(
-        case=case, number=number, struck="?", survived=False, violations=violations, told=told, id=case.id_at(number)
+        case=case,
+        number=number,
+        struck="?",
+        survived=False,
+        violations=violations,
+        message=message,
+        id=case.id_at(number),
     )
 
 

@@ -26,7 +26,7 @@ class Scenario:
     """What is done, on a root that holds ``before`` (steps, in the order of their saves).
 
     ``saves`` is the (step, variant) that it saves; None for a load. ``restored`` is the step that the run goes on from.
-    ``expendable`` are steps that retention may delete once the new one is durable. ``aside`` is a step that had stepped aside
+    ``expendable`` are steps that retention may delete once the new one is durable. ``set_aside`` is a step that had stepped set_aside
     for a save that was then killed. ``directory`` is what is saved, where that is no ``global_step_N``.
     """
 
@@ -38,7 +38,7 @@ class Scenario:
     in_background: bool = False
     keep_last: int | None = None
     expendable: tuple[int, ...] = ()
-    aside: int | None = None
+    set_aside: int | None = None
     directory: str = ""
 
     @property
@@ -62,7 +62,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="same step again", layout="embedded", before=(10, 20), restored=10, saves=(20, 1)),
     Scenario(name="background save", layout="per_rank", before=(10,), restored=10, saves=(20, 0), in_background=True),
     Scenario(name="save under another name", layout="per_rank", before=(), saves=(10, 0), directory="final"),
-    Scenario(name="run after a crash", layout="per_rank", before=(10, 20), restored=10, saves=(30, 0), aside=20),
+    Scenario(name="run after a crash", layout="per_rank", before=(10, 20), restored=10, saves=(30, 0), set_aside=20),
     Scenario(name="load", layout="per_rank", before=(10, 20)),
     Scenario(name="load, embedded", layout="embedded", before=(10, 20)),
 )
@@ -92,7 +92,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class RankReport:
     """What one rank says of one run. ``error`` "" for success, ``phase`` where it ended.
 
     ``found`` is the step that LATEST gave, ``wrong`` the first value that a load filled in wrongly, ``unsynced`` the names at
@@ -144,7 +144,7 @@ class Rank:
         checkpointer._own_group = self._group
         return checkpointer
 
-    def live(self, first: int) -> None:
+    def run_from(self, first: int) -> None:
         """Go through the next N from ``first``; each result is on disk before the next begins."""
         import torch.distributed as dist
 
@@ -155,18 +155,18 @@ class Rank:
                 # The first save makes its root, and has to make its name last too.
                 if self._scenario.before:
                     shutil.copytree(self._template, root)
-                if self._scenario.aside:
-                    step_aside(root, self._scenario.aside)
+                if self._scenario.set_aside:
+                    set_step_aside(root, self._scenario.set_aside)
             dist.barrier()
-            told = self._once(root, number)
+            report = self._once(root, number)
             with (self._folder / f"rank_{self._rank}").open("ab") as file:
-                pickle.dump(told, file)
+                pickle.dump(report, file)
             struck = [""] * WORLD
-            dist.all_gather_object(struck, told.struck)
+            dist.all_gather_object(struck, report.struck)
             if not any(struck) or self._case.at is not None:
                 return
 
-    def _once(self, root: Path, number: int) -> Told:
+    def _once(self, root: Path, number: int) -> RankReport:
         import torch.distributed as dist
 
         from conformance.storage.failing_operations.injection import FailingOperations, Fault
@@ -176,8 +176,8 @@ class Rank:
         fault = Fault(error=case.error, at=number, persistent=case.persistent, only=case.only)
         failing = FailingOperations(fault if self._rank == self._case.rank else None)
         act = self._save if self._scenario.saves else self._load
-        with small.listening() as warnings, operations.use(failing):
-            told, again = act(root)
+        with small.collected_warnings() as warnings, operations.use(failing):
+            report, again = act(root)
         dist.barrier()
         if self._rank == 0:
             after = root.with_name("after")
@@ -189,7 +189,7 @@ class Rank:
         goes_on = self._goes_on(number)
         later = _said(again) if goes_on else ""
         dist.barrier()
-        return Told(
+        return RankReport(
             number=number,
             struck=failing.struck,
             failed_sync=failing.failed_sync,
@@ -199,7 +199,7 @@ class Rank:
             unsynced=_unsynced(root, failing.unsynced),
             removed_early=failing.removed_early,
             warnings=tuple(warnings),
-            **told,
+            **report,
         )
 
     def _goes_on(self, number: int) -> bool:
@@ -217,14 +217,14 @@ class Rank:
         per_rank = scenario.layout == "per_rank"
         checkpointer = self._checkpointer(extra_state_per_rank=per_rank, retention=keep)
         restored = None if scenario.restored is None else str(root / f"global_step_{scenario.restored}")
-        told = {"phase": "begin", "error": "", "message": ""}
+        report = {"phase": "begin", "error": "", "message": ""}
         try:
             checkpointer.begin_run(str(root), restored_from=restored)
-            told["phase"] = "save"
+            report["phase"] = "save"
             small.save(checkpointer, root, step, variant, save_async=scenario.in_background, name=scenario.directory)
             checkpointer.maybe_wait_for_async_save()
         except Exception as error:  # noqa: BLE001  which it is, is judged
-            told.update(error=type(error).__name__, message=str(error))
+            report.update(error=type(error).__name__, message=str(error))
 
         def again() -> None:
             small.save(checkpointer, root, _LATER)
@@ -234,35 +234,35 @@ class Rank:
             if found != str(root / f"global_step_{_LATER}"):
                 raise AssertionError(f"LATEST is {found} after the next save")
 
-        return told, again
+        return report, again
 
     def _load(self, root: Path) -> tuple[dict[str, Any], Callable[[], None]]:
         live = small.sharded_destination()
         before = small.live_digest(live)
-        told: dict[str, Any] = {"phase": "search", "error": "", "message": ""}
+        report: dict[str, Any] = {"phase": "search", "error": "", "message": ""}
         try:
-            step = self._restore(root, live, told)
+            step = self._restore(root, live, report)
         except Exception as error:  # noqa: BLE001  which it is, is judged
-            told.update(error=type(error).__name__, message=str(error), is_touched=small.live_digest(live) != before)
+            report.update(error=type(error).__name__, message=str(error), is_touched=small.live_digest(live) != before)
         else:
-            told.update(found=step)
+            report.update(found=step)
 
         def again() -> None:
-            if self._restore(root, small.sharded_destination(), told) != max(self._scenario.before):
+            if self._restore(root, small.sharded_destination(), report) != max(self._scenario.before):
                 raise AssertionError("LATEST is no more what it was")
 
-        return told, again
+        return report, again
 
-    def _restore(self, root: Path, live: dict[str, Any], told: dict[str, Any]) -> int:
+    def _restore(self, root: Path, live: dict[str, Any], report: dict[str, Any]) -> int:
         checkpointer = self._checkpointer()
         found = checkpointer.find_latest_checkpoint(str(root))
         if found is None:
             raise AssertionError("LATEST found nothing, and said nothing")
-        told["phase"] = "load"
+        report["phase"] = "load"
         extra = checkpointer.load(found, live, extra_state_skeleton=dict.fromkeys(small.TRAINING_STATE_KEYS))
         step = int(Path(found).name.removeprefix("global_step_"))
         wrong = small.local_difference(live, step) or small.training_state_difference(extra, step, self._rank)
-        told["wrong"] = told.get("wrong") or wrong
+        report["wrong"] = report.get("wrong") or wrong
         return step
 
 
@@ -274,7 +274,7 @@ def _said(action: Callable[[], None]) -> str:
     return ""
 
 
-def step_aside(root: Path, step: int) -> None:
+def set_step_aside(root: Path, step: int) -> None:
     """As a save leaves it that is killed between its two renames (where two names can't be exchanged in one)."""
     (root / ".staging").mkdir(exist_ok=True)
     (root / f"global_step_{step}").rename(root / ASIDE.format(step=step))

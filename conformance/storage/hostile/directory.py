@@ -53,11 +53,11 @@ def good_state() -> dict[str, Any]:
     return {**state, **_VALUES}
 
 
-def table_of(body: bytes, lengths: Sequence[int], *, told: Mapping[int, bytes] | None = None) -> bytes:
-    """A table that has these segments, with their right digests but for those ``told`` by number."""
+def table_of(body: bytes, lengths: Sequence[int], *, digests: Mapping[int, bytes] | None = None) -> bytes:
+    """A table that has these segments, with their right digests but for those given in ``digests`` by number."""
     found, begin = [], 0
     for number, length in enumerate(lengths):
-        digest = (told or {}).get(number) or xxhash.xxh3_128_digest(body[begin : begin + length])
+        digest = (digests or {}).get(number) or xxhash.xxh3_128_digest(body[begin : begin + length])
         found.append(struct.pack("<Q16s", length, digest))
         begin += length
     return b"".join([*found, struct.pack("<Q8s", len(found), _MAGIC)])
@@ -70,7 +70,7 @@ def split_table(content: bytes) -> tuple[bytes, list[int]]:
     return content[:begin], [struct.unpack_from("<Q", content, begin + 24 * at)[0] for at in range(count)]
 
 
-def digest_told(name: str, content: bytes) -> str:
+def manifest_digest(name: str, content: bytes) -> str:
     """What a manifest says of a file so that it is believed: of one that ends as a table does, the digest of that."""
     if name.endswith(".distcp") and content[-8:] == _MAGIC and len(content) >= 16:
         (count,) = struct.unpack("<Q", content[-16:-8])
@@ -157,7 +157,7 @@ def manifest_of(files: Mapping[str, bytes]) -> bytes:
         "versions": {},
         "metrics": {},
         "files": {
-            name: {"size_bytes": len(file), "digest": digest_told(name, file), "rank": 0}
+            name: {"size_bytes": len(file), "digest": manifest_digest(name, file), "rank": 0}
             for name, file in files.items()
         },
         "buckets": {},

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 
-class NoMeaning(ValueError):
+class UnreadableError(ValueError):
     """It says nothing that could be loaded; the message says why."""
 
 
@@ -52,21 +52,25 @@ def index_meaning(content: bytes, files: Mapping[str, bytes]) -> dict[str, Entry
         files: what stands beside it.
 
     Raises:
-        NoMeaning: it is no index, or one of something that can't be.
+        UnreadableError: it is no index, or one of something that can't be.
     """
-    told = _json(content)
-    if not isinstance(told, dict) or set(told) != {"format", "format_version", "files", "tensors", "values"}:
-        raise NoMeaning("other keys than an index has")
-    if told["format"] != "hyper_resume.index" or type(told["format_version"]) is not int or told["format_version"] != 1:
-        raise NoMeaning("another format")
-    names = _list(told["files"])
+    index = _json(content)
+    if not isinstance(index, dict) or set(index) != {"format", "format_version", "files", "tensors", "values"}:
+        raise UnreadableError("other keys than an index has")
+    if (
+        index["format"] != "hyper_resume.index"
+        or type(index["format_version"]) is not int
+        or index["format_version"] != 1
+    ):
+        raise UnreadableError("another format")
+    names = _list(index["files"])
     for name in names:
         if not isinstance(name, str) or not _is_inside(name):
-            raise NoMeaning(f"a file elsewhere: {name!r:.100}")
-    entries = {name: _tensor(item, names) for name, item in _dict(told["tensors"]).items()}
-    for name, item in _dict(told["values"]).items():
+            raise UnreadableError(f"a file elsewhere: {name!r:.100}")
+    entries = {name: _tensor(item, names) for name, item in _dict(index["tensors"]).items()}
+    for name, item in _dict(index["values"]).items():
         if name in entries:
-            raise NoMeaning("a tensor and a value of one name")
+            raise UnreadableError("a tensor and a value of one name")
         entries[name] = Entry(dtype=None, shape=None, parts=(_part(None, None, item, names),))
     _refuse_shared(entries.values(), files)
     return entries
@@ -75,16 +79,16 @@ def index_meaning(content: bytes, files: Mapping[str, bytes]) -> dict[str, Entry
 def _json(content: bytes) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({key for key, _ in pairs}) != len(pairs):
-            raise NoMeaning("a key twice")
+            raise UnreadableError("a key twice")
         return dict(pairs)
 
     def refuse(name: str) -> Any:
-        raise NoMeaning(name)
+        raise UnreadableError(name)
 
     try:
         return json.loads(content.decode(), object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise NoMeaning(f"no JSON: {error}") from error
+        raise UnreadableError(f"no JSON: {error}") from error
 
 
 def _is_inside(name: str) -> bool:
@@ -95,19 +99,19 @@ def _is_inside(name: str) -> bool:
 
 def _list(found: Any) -> list[Any]:
     if not isinstance(found, list):
-        raise NoMeaning("no list where one must be")
+        raise UnreadableError("no list where one must be")
     return found
 
 
 def _dict(found: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
-        raise NoMeaning("no object where one must be")
+        raise UnreadableError("no object where one must be")
     return found
 
 
 def _whole_number(found: Any) -> int:
     if type(found) is not int or not 0 <= found < 1 << 63:
-        raise NoMeaning(f"no number of bytes or elements: {found!r:.100}")
+        raise UnreadableError(f"no number of bytes or elements: {found!r:.100}")
     return found
 
 
@@ -117,30 +121,30 @@ def _numbers(found: Any) -> tuple[int, ...]:
 
 def _tensor(item: Any, names: Sequence[str]) -> Entry:
     if len(_list(item)) != 3:
-        raise NoMeaning("no type, shape and boxes")
+        raise UnreadableError("no type, shape and boxes")
     dtype = getattr(torch, item[0], None) if isinstance(item[0], str) else None
     if not isinstance(dtype, torch.dtype):
-        raise NoMeaning(f"no type: {item[0]!r:.100}")
+        raise UnreadableError(f"no type: {item[0]!r:.100}")
     shape = _numbers(item[1])
     parts = []
     for box in _list(item[2]):
         if len(_list(box)) != 5:
-            raise NoMeaning("a box of other parts")
+            raise UnreadableError("a box of other parts")
         part = _part(_numbers(box[0]), _numbers(box[1]), box[2:], names)
         if math.prod(part.sizes or ()) * dtype.itemsize > part.length:
-            raise NoMeaning("more elements than bytes")
+            raise UnreadableError("more elements than bytes")
         parts.append(part)
     if not covers_once(shape, [(part.offsets or (), part.sizes or ()) for part in parts]):
-        raise NoMeaning("the boxes do not cover it once")
+        raise UnreadableError("the boxes do not cover it once")
     return Entry(dtype=dtype, shape=shape, parts=tuple(parts))
 
 
 def _part(offsets: tuple[int, ...] | None, sizes: tuple[int, ...] | None, place: Any, names: Sequence[str]) -> Part:
     if len(_list(place)) != 3:
-        raise NoMeaning("no place")
+        raise UnreadableError("no place")
     number, begin, length = map(_whole_number, place)
     if number >= len(names):
-        raise NoMeaning("a file that is not listed")
+        raise UnreadableError("a file that is not listed")
     return Part(offsets=offsets, sizes=sizes, file=names[number], begin=begin, length=length)
 
 
@@ -179,9 +183,9 @@ def _refuse_shared(entries: Any, files: Mapping[str, bytes]) -> None:
     last, end = "", 0
     for file, begin, until in sorted(spans):
         if file == last and begin < end:
-            raise NoMeaning(f"bytes of {file[:100]} that two entries share")
+            raise UnreadableError(f"bytes of {file[:100]} that two entries share")
         if file not in files or until > len(files[file]):
-            raise NoMeaning(f"bytes that no file has: {file[:100]} up to {until}")
+            raise UnreadableError(f"bytes that no file has: {file[:100]} up to {until}")
         last, end = file, until
 
 
@@ -196,8 +200,8 @@ def doubt_description(metadata: Any, meaning: Mapping[str, Entry]) -> str:
             return f"{name[:100]}: a tensor is read as a value, or a value as a tensor"
         if entry.dtype is not None:
             boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks]
-            told = (entry.dtype, entry.shape, [(part.offsets, part.sizes) for part in entry.parts])
-            if (found.properties.dtype, tuple(found.size), boxes) != told:
+            expected = (entry.dtype, entry.shape, [(part.offsets, part.sizes) for part in entry.parts])
+            if (found.properties.dtype, tuple(found.size), boxes) != expected:
                 return f"{name[:100]}: another type, shape or boxes"
         for part in entry.parts:
             offsets = None if part.offsets is None else torch.Size(part.offsets)
@@ -224,7 +228,7 @@ def value(entry: Entry, files: Mapping[str, bytes]) -> Any:
     whole = torch.empty(entry.shape, dtype=entry.dtype)
     for part, piece in zip(entry.parts, pieces, strict=True):
         if not isinstance(piece, torch.Tensor) or (piece.dtype, tuple(piece.shape)) != (entry.dtype, part.sizes):
-            raise NoMeaning("a part is of another type or shape")
+            raise UnreadableError("a part is of another type or shape")
         boxed = zip(part.offsets or (), part.sizes or (), strict=True)
         whole[tuple(slice(at, at + size) for at, size in boxed)] = piece
     return whole
@@ -251,7 +255,7 @@ def _by_records(content: bytes, dtype: torch.dtype, sizes: tuple[int, ...]) -> t
     like = io.BytesIO()
     torch.save(torch.zeros(sizes, dtype=dtype), like)
     if _record(content, "data.pkl") != _record(like.getvalue(), "data.pkl"):
-        raise NoMeaning("a pickle of something else")
+        raise UnreadableError("a pickle of something else")
     return torch.frombuffer(bytearray(_record(content, "data/0")), dtype=dtype).view(sizes)
 
 
@@ -271,20 +275,20 @@ def table_meaning(content: bytes) -> list[tuple[int, int, bytes]]:
     """The segments of a shard that its own table tells of: beginning, length and digest.
 
     Raises:
-        NoMeaning: there is no table, it does not cover the file, or a digest is not that of the bytes.
+        UnreadableError: there is no table, it does not cover the file, or a digest is not that of the bytes.
     """
     if len(content) < 16 or content[-8:] != b"hrsegm01":
-        raise NoMeaning("no table")
+        raise UnreadableError("no table")
     (count,) = struct.unpack("<Q", content[-16:-8])
     body_bytes = len(content) - 16 - 24 * count
     if body_bytes < 0:
-        raise NoMeaning("more segments than the file has room for")
+        raise UnreadableError("more segments than the file has room for")
     found = list(_segments(content, body_bytes, count))
     if sum(length for _, length, _ in found) != body_bytes:
-        raise NoMeaning("segments that are not all that is before the table")
+        raise UnreadableError("segments that are not all that is before the table")
     for begin, length, digest in found:
         if xxhash.xxh3_128_digest(content[begin : begin + length]) != digest:
-            raise NoMeaning(f"other bytes at {begin}")
+            raise UnreadableError(f"other bytes at {begin}")
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from conformance.storage.hostile.directory import SHARD, STEP, good_files, good_state, raw
-from conformance.storage.hostile.meaning import NoMeaning, doubt_description, index_meaning, table_meaning, value
+from conformance.storage.hostile.meaning import UnreadableError, doubt_description, index_meaning, table_meaning, value
 from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.checkpoint.commands.inspect import inspect_step_directory
 from hyper_resume.checkpoint.commands.verification import verify_step_directory
@@ -38,7 +38,7 @@ class Opened:
         metadata: the description.
         verified_files: of the files that were verified.
         values: name -> value, of all entries together; None where that was refused.
-        data_digests: name -> digest of a tensor's bytes, where the verification told it.
+        data_digests: name -> digest of a tensor's bytes, where the verification reported it.
         live: name -> value after a load into the live state; None where that was refused.
     """
 
@@ -133,7 +133,7 @@ def _doubt(files: Mapping[str, bytes], opened: Opened) -> str:
         for name, digest in opened.data_digests.items():
             if xxhash.xxh3_128_digest(raw(read[name])) != digest:
                 return f"{name[:100]}: known by a digest that is not of its bytes"
-    except NoMeaning as reason:
+    except UnreadableError as reason:
         return f"it says nothing, and was read: {reason}"
     return ""
 
@@ -141,12 +141,12 @@ def _doubt(files: Mapping[str, bytes], opened: Opened) -> str:
 def _doubt_proof(files: Mapping[str, bytes], opened: Opened) -> str:
     if not files[SHARD].endswith(b"hrsegm01"):
         return "known by a table that is none" if SHARD in opened.verified_files else ""
-    told = {begin: (length, digest) for begin, length, digest in table_meaning(files[SHARD]) if length}
+    expected = {begin: (length, digest) for begin, length, digest in table_meaning(files[SHARD]) if length}
     if SHARD not in opened.verified_files:
         return ""
     known = opened.verified_files[SHARD].segments
     found = {begin: (one.length, one.digest) for begin, one in known.items() if one.length}
-    return "" if found == told else "other segments than the table has"
+    return "" if found == expected else "other segments than the table has"
 
 
 def _is_same(found: Any, expected: Any) -> bool:

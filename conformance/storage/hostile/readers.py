@@ -196,10 +196,12 @@ _OtherLoader.add_constructor("tag:yaml.org,2002:value", lambda loader, node: str
 def doubt_configuration(content: bytes, plain: Mapping[str, Any]) -> str:
     """PyYAML's safe reader finds the same fields, and every value is plain data."""
     try:
-        told = yaml.load(content, _OtherLoader) or {}
+        fields_found = yaml.load(content, _OtherLoader) or {}
     except yaml.YAMLError:
         return "it is no YAML"
-    unknown = [key for block, fields in told.items() for key in (fields or {}) if key not in plain.get(block, {})]
+    unknown = [
+        key for block, fields in fields_found.items() for key in (fields or {}) if key not in plain.get(block, {})
+    ]
     foreign = _foreign(dict(plain), 0)
     return f"it holds a {foreign}" if foreign else f"unknown fields {unknown[:3]}" if unknown else ""
 

@@ -18,7 +18,7 @@ _COUNTS = (0, 1, 2**16, 2**32, 2**40, 2**59, 2**60, 2**61, 2**62, 2**63, 2**64 -
 def table_segments(random: Random, material: Material) -> bytes:
     """Other lengths, another order, more or fewer segments; now and then others that are right, too."""
     body, lengths = split_table(material.shard)
-    told: dict[int, bytes] = {}
+    digests: dict[int, bytes] = {}
     for _ in range(random.choice((1, 1, 2, 3))):
         at = random.randrange(len(lengths) or 1)
         what = random.randrange(10)
@@ -31,7 +31,7 @@ def table_segments(random: Random, material: Material) -> bytes:
         elif what == 3:
             random.shuffle(lengths)
         elif what == 4:
-            told[at] = random.choice((bytes(16), b"\xff" * 16, random.randbytes(16)))
+            digests[at] = random.choice((bytes(16), b"\xff" * 16, random.randbytes(16)))
         elif what == 5 and lengths:
             # The sum comes round to the right one in 64 bits.
             lengths[at] = (lengths[at] - 2**63) % 2**64
@@ -45,7 +45,7 @@ def table_segments(random: Random, material: Material) -> bytes:
             lengths[at:at] = [0] * random.choice((1, 3, 100))
         else:
             lengths = random.choice(([len(body)], [len(body) - 1], [len(body) + 1], [], [4] * (len(body) // 4)))
-    return body + table_of(body, lengths, told=told)
+    return body + table_of(body, lengths, digests=digests)
 
 
 def table_bomb(random: Random, material: Material) -> bytes:

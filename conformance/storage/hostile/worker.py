@@ -126,8 +126,8 @@ def _why_it_ended(pid: int, last_words: Path) -> tuple[str, str]:
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     if ended is not None and ended.si_status == signal.SIGXCPU:
         return "time", "it computes where nothing can interrupt it"
-    told = last_words.read_text(errors="replace")[-500:] if last_words.exists() else ""
-    return "died", f"the process that read it is dead, status {ended and ended.si_status} {told}"
+    output = last_words.read_text(errors="replace")[-500:] if last_words.exists() else ""
+    return "died", f"the process that read it is dead, status {ended and ended.si_status} {output}"
 
 
 class _Worker:
@@ -249,8 +249,8 @@ class _Worker:
         raise TimeoutError("the reader took too long")
 
     def _judge(self, reader: Reader, content: bytes, value: Any, error: BaseException | None) -> list[tuple[str, str]]:
-        violations = [("code run", told) for told in self._seen if not told.startswith("open ")]
-        violations += [("file touched", told) for told in self._seen if told.startswith("open ")]
+        violations = [("code run", action) for action in self._seen if not action.startswith("open ")]
+        violations += [("file touched", action) for action in self._seen if action.startswith("open ")]
         marker = self._home / MARKER
         if marker.exists():
             violations.append(("code run", "the payload left its mark"))

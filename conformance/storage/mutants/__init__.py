@@ -1,1 +1,1 @@
-"""T7: the code that keeps the promises is broken in one place at a time, and a proof must notice."""
+"""T7: mutation testing of the proofs: the library is changed in one place at a time, and a proof must fail."""

@@ -34,7 +34,7 @@ Notices = Iterator[str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class ProbeResult:
     """What one probe said of one mutant (id "": the library as it is)."""
 
     mutant: str
@@ -256,7 +256,7 @@ PROBES: Mapping[str, tuple[Callable[[str], Notices], str]] = {
 # ---- one mutant ---------------------------------------------------------------------------------------------------------
 
 
-def _look(entry: Entry | None, probe: str, known: Sequence[str]) -> Look:
+def _run_probe(entry: Entry | None, probe: str, known: Sequence[str]) -> ProbeResult:
     """In a process of its own: put the change in, and let one probe look until it notices what is not ``known``."""
     function, argument = PROBES.get(probe, (_one_error, probe))
 
@@ -278,12 +278,12 @@ def _look(entry: Entry | None, probe: str, known: Sequence[str]) -> Look:
     end = run_alone(life, limit_seconds=_PROBE_SECONDS)
     name = "" if entry is None else entry.id
     if end.how == "returned":
-        return Look(mutant=name, probe=probe, noticed=end.value)
+        return ProbeResult(mutant=name, probe=probe, noticed=end.value)
     if end.error == "MutationError":
         raise mutating.MutationError(end.message)
     if entry is None:
-        raise RuntimeError(f"the control of {probe}: {end.told}\n{end.trace}")
-    return Look(mutant=name, probe=probe, noticed=(end.told[:300],))
+        raise RuntimeError(f"the control of {probe}: {end.summary}\n{end.trace}")
+    return ProbeResult(mutant=name, probe=probe, noticed=(end.summary[:300],))
 
 
 def examine(entry: Entry, control: Mapping[str, Sequence[str]], probes: Sequence[str] | None = None) -> Mutant:
@@ -312,14 +312,14 @@ def _new_notice(entry: Entry, probe: str, control: Mapping[str, Sequence[str]]) 
     """What the probe notices of the mutant, and not of the library as it is; "" for nothing."""
     known = list(control.get(probe, ()))
     for _ in range(_MOST_DOUBTS):
-        new = [notice for notice in _look(entry, probe, known).noticed if notice not in known]
+        new = [notice for notice in _run_probe(entry, probe, known).noticed if notice not in known]
         if not new:
             return ""
         case_id = new[0].rpartition(" [")[2].removesuffix("]")
         if (
             probe in control
             or not case_id.startswith("operation-errors:")
-            or new[0] not in _look(None, case_id, ()).noticed
+            or new[0] not in _run_probe(None, case_id, ()).noticed
         ):
             return new[0]
         known.append(new[0])
@@ -356,16 +356,16 @@ def run(*, entries: Sequence[Entry] = MUTANTS, workers: int = 2) -> tuple[Mutant
             left = [entry for entry in entries if entry.id not in found or found[entry.id].is_missed]
             wanted = {probe for entry in left for probe in of_entry(entry)} - control.keys()
             # A run of T3 that notices something is tried on the library as it is; they are too many to try all before.
-            looks: list[Look] = pool.map(
+            results: list[ProbeResult] = pool.map(
                 _control, [one for one in PROBES if one in wanted and PROBES[one][0] is not _errors]
             )
-            control |= {look.probe: look.noticed for look in looks}
+            control |= {one.probe: one.noticed for one in results}
             found |= {one.id: one for one in pool.map(_examine, [(entry, control, of_entry(entry)) for entry in left])}
         return tuple(found[entry.id] for entry in entries)
 
 
-def _control(probe: str) -> Look:
-    return _look(None, probe, ())
+def _control(probe: str) -> ProbeResult:
+    return _run_probe(None, probe, ())
 
 
 def _examine(job: tuple[Entry, Mapping[str, Sequence[str]], Sequence[str]]) -> Mutant:

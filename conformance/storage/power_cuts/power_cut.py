@@ -94,12 +94,12 @@ def _record(scenario: str, found: list[Trials]) -> PowerCuts:
     mine = [one for one in found if one.job.scenario == scenario and one.job.subject == "library"]
     peer = [one for one in found if one.job.scenario == scenario and one.job.subject == "stock"]
     bad = [(name, oracles) for one in mine for name, oracles in one.broken]
-    asked = [oracle for oracle in ORACLES if oracle in ("O1", "O2", "O3", "O4")]
+    requested = [oracle for oracle in ORACLES if oracle in ("O1", "O2", "O3", "O4")]
     return PowerCuts(
         scenario=scenario,
         file_system=FILE_SYSTEM,
         trials=sum(one.count for one in mine),
-        violations={oracle: sum(oracle in oracles for _, oracles in bad) for oracle in asked},
+        violations={oracle: sum(oracle in oracles for _, oracles in bad) for oracle in requested},
         examples=tuple(f"{name} [{'+'.join(oracles)}]" for name, oracles in bad[:MOST_EXAMPLES]),
         baseline=sum(len(one.broken) for one in peer) if peer else None,
         baseline_trials=sum(one.count for one in peer) if peer else None,
@@ -112,7 +112,7 @@ def examine(job: Job) -> Trials:
     if ended.how == "returned":
         result: Trials = ended.value
         return result
-    return Trials(job=job, error=f"power cut in {job.scenario}, {job.flushing}: {ended.told}\n{ended.trace}")
+    return Trials(job=job, error=f"power cut in {job.scenario}, {job.flushing}: {ended.summary}\n{ended.trace}")
 
 
 def _examine(job: Job) -> Trials:
@@ -142,14 +142,14 @@ def _live(subject: Subject, scenario: Scenario, folder: Path, flush_every: int) 
         prepare(scenario, at / _ROOT)
         loop_image.flush(at)
 
-        def told(one: Operation) -> None:
-            if not _tells_something(one):
+        def on_operation(one: Operation) -> None:
+            if not _changes_or_marks(one):
                 return
             if flush_every and one.number % flush_every == 0:
                 loop_image.flush(at)
             loop_image.copy_image(image, folder / f"{one.number}")
 
-        traces = trace(subject, scenario, at / _ROOT, told)
+        traces = trace(subject, scenario, at / _ROOT, on_operation)
     return sorted((one for each in traces for one in each.operations), key=lambda one: one.number)
 
 
@@ -157,12 +157,12 @@ def _judge(subject: Subject, scenario: Scenario, operations: list[Operation], fo
     loads = Loads(subject.load, scenario.tags)
     progress, count = Progress(scenario.current), 0
     bad: list[tuple[str, tuple[str, ...]]] = []
-    telling = [one.number for one in operations if _tells_something(one)]
-    looked_at = {*telling[:: job.every], telling[-1]}
+    relevant = [one.number for one in operations if _changes_or_marks(one)]
+    inspected = {*relevant[:: job.every], relevant[-1]}
     with quietly():
         for one in operations:
-            progress.hear(one)
-            if one.number not in looked_at:
+            progress.observe(one)
+            if one.number not in inspected:
                 continue
             count += 1
             with loop_image.mounted(folder / f"{one.number}", folder / "look") as at:
@@ -173,7 +173,7 @@ def _judge(subject: Subject, scenario: Scenario, operations: list[Operation], fo
     return Trials(job=job, count=count, broken=tuple(bad))
 
 
-def _tells_something(one: Operation) -> bool:
+def _changes_or_marks(one: Operation) -> bool:
     """It changes the disk or gives a promise."""
     return one.kind != "mark" or one.path.startswith(DURABLE)
 
@@ -182,5 +182,5 @@ def _in_own_process(action: Callable[[], Any]) -> Any:
     """The process that mounts forks ranks, so it must not load anything itself."""
     ended = forked_ranks.run_alone(action, limit_seconds=_JOB_SECONDS)
     if ended.how != "returned":
-        raise RecordingError(f"{ended.told}\n{ended.trace}")
+        raise RecordingError(f"{ended.summary}\n{ended.trace}")
     return ended.value

@@ -1,1 +1,1 @@
-"""What programs did to the disk: the recorder, its hooks, the operations, and the trees that they give."""
+"""Traces of file operations: the recorder and its hooks, orders of several ranks, and the file trees that result."""

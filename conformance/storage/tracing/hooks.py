@@ -252,10 +252,10 @@ def _collective(recorder: Recorder, original: Callable[..., Any], waits: str) ->
         name = "default" if group is None else str(group.group_name)
         root = kwargs.get(waits, 0) or 0
         with recorder.step():
-            told = f"{name}/{recorder.next_collective(name)} {waits} {root}"
-            recorder.note("mark", ENTER + told)
+            call = f"{name}/{recorder.next_collective(name)} {waits} {root}"
+            recorder.note("mark", ENTER + call)
         result = original(*args, **kwargs)
-        recorder.mark(LEAVE + told)
+        recorder.mark(LEAVE + call)
         return result
 
     return instead

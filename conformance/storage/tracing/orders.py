@@ -60,9 +60,9 @@ def _merge(traces: Sequence[RankTrace], choose: Callable[[list[int]], int]) -> t
 def _may_go(one: Operation, rank: int, entered: dict[str, set[int]], world_size: int) -> bool:
     if one.kind != "mark" or not one.path.startswith(LEAVE):
         return True
-    told = one.path.removeprefix(LEAVE)
-    _, waits, root = told.rsplit(" ", 2)
-    there = entered.get(told, set())
+    call = one.path.removeprefix(LEAVE)
+    _, waits, root = call.rsplit(" ", 2)
+    there = entered.get(call, set())
     if waits == "src":
         return int(root) in there
     return (waits == "dst" and rank != int(root)) or len(there) == world_size

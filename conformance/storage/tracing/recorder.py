@@ -37,9 +37,9 @@ class RankTrace:
 class Recorder:
     """Made before the ranks are forked (they share its counter); each calls ``hooks.install``."""
 
-    def __init__(self, root: Path, told: Callable[[Operation], None] | None = None) -> None:
-        """Nothing is recorded before :meth:`begin`. ``told`` is called with each operation before anything else happens."""
-        self._hear = told
+    def __init__(self, root: Path, on_operation: Callable[[Operation], None] | None = None) -> None:
+        """Nothing is recorded before :meth:`begin`. ``on_operation`` is called with each operation before anything else happens."""
+        self._on_operation = on_operation
         self._root = os.path.realpath(root)
         self._counter = multiprocessing.get_context("fork").Value("q", 0)
         self._rank = 0
@@ -62,7 +62,7 @@ class Recorder:
         return RankTrace(operations=tuple(self._done), around=tuple(self._around))
 
     def mark(self, text: str) -> None:
-        """Record that the program told something."""
+        """Record that the program reported something."""
         with self.step():
             self.note("mark", text)
 
@@ -94,8 +94,8 @@ class Recorder:
         self._done.append(one)
         if kind != "mark" and self._wants_interface and not getattr(self._inside, "depth", 0):
             self._around.append(f"{kind} {path}{f' -> {target}' if target else ''}")
-        if self._hear is not None:
-            self._hear(one)
+        if self._on_operation is not None:
+            self._on_operation(one)
         return number
 
     # ---- paths and descriptors --------------------------------------------------------------------------------------

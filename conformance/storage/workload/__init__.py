@@ -1,1 +1,1 @@
-"""What is saved and loaded while something goes wrong: small trainings, stock DCP, recorded scenarios."""
+"""What the storage proofs save and load: a small checkpoint, scenarios of saves by the library and by stock DCP."""

@@ -17,7 +17,7 @@ from conformance.storage.workload.scenarios import WORLD_SIZE, Scenario, Subject
 # No part of a checkpoint: it is held while a run lives, and nothing reads it back. It is neither in the states (its bytes are
 # never synced, which would multiply them) nor counted as made around the interface.
 LOCK = ".writer.lock"
-_LIFE_SECONDS = 60.0
+_LIMIT_SECONDS = 60.0
 
 
 class RecordingError(RuntimeError):
@@ -65,34 +65,34 @@ def _without_lock(tree: Tree) -> dict[str, bytes | None]:
 
 def prepare(scenario: Scenario, root: Path) -> None:
     """Live what comes before the traced life."""
-    for life in scenario.before:
-        _run(functools.partial(life, root, _nobody), scenario)
+    for program in scenario.before:
+        _run(functools.partial(program, root, _ignore), scenario)
 
 
 def trace(
-    subject: Subject, scenario: Scenario, root: Path, told: Callable[[Operation], None] | None = None
+    subject: Subject, scenario: Scenario, root: Path, on_operation: Callable[[Operation], None] | None = None
 ) -> list[RankTrace]:
     """Live the traced life; one trace a rank. ``told`` hears of each operation, in the rank that made it."""
-    recorder = Recorder(root, told)
+    recorder = Recorder(root, on_operation)
 
     def traced() -> RankTrace:
         import torch.distributed as dist
 
         hooks.install(recorder, dist.get_rank(), wants_interface=subject.wants_interface)
         with subject.installed(recorder):
-            scenario.life(root, recorder.mark)
+            scenario.program(root, recorder.mark)
         return recorder.trace()
 
     return _run(traced, scenario)
 
 
-def _run(life: Callable[[], Any], scenario: Scenario) -> list[Any]:
-    ended = forked_ranks.run_ranks(life, world_size=WORLD_SIZE, limit_seconds=_LIFE_SECONDS)
+def _run(program: Callable[[], Any], scenario: Scenario) -> list[Any]:
+    ended = forked_ranks.run_ranks(program, world_size=WORLD_SIZE, limit_seconds=_LIMIT_SECONDS)
     for one in ended:
         if one.how != "returned":
-            raise RecordingError(f"{scenario.name}: {one.told}\n{one.trace}")
+            raise RecordingError(f"{scenario.name}: {one.summary}\n{one.trace}")
     return [one.value for one in ended]
 
 
-def _nobody(_: str) -> None:
+def _ignore(_: str) -> None:
     return

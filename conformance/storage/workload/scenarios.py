@@ -15,10 +15,10 @@ from conformance.storage.tracing.recorder import Recorder
 from conformance.storage.workload import small_checkpoint as small
 
 WORLD_SIZE = 2
-Tell = Callable[[str], None]
-Life = Callable[[Path, Tell], None]
+Mark = Callable[[str], None]
+Program = Callable[[Path, Mark], None]
 
-# What a scenario's life tells of. ``begin TAG``: a save is asked for; ``durable TAG``: its promise is given; ``going back TAG``
+# What a scenario's program tells of. ``begin TAG``: a save is asked for; ``durable TAG``: its promise is given; ``going back TAG``
 # and ``back TAG``: the run that goes on from that save is announced, and has been taken note of.
 BEGIN, DURABLE, GOING_BACK, BACK = "begin ", "durable ", "going back ", "back "
 NONE = "none"
@@ -37,15 +37,15 @@ class Scenario:
         name: permanent.
         title: one line.
         before: what is done first, to its end; the disk has had time to keep all of it.
-        life: what is traced.
+        program: what is traced.
         current: the save that LATEST means before; ``none`` before the first.
         tags: all saves, in the order in which they are made.
     """
 
     name: str
     title: str
-    before: tuple[Life, ...]
-    life: Life
+    before: tuple[Program, ...]
+    program: Program
     current: str
     tags: tuple[str, ...]
 
@@ -124,48 +124,48 @@ class Subject(Protocol):
 # ---- the library -----------------------------------------------------------------------------------------------------------
 
 
-def _checkpointer(tell: Tell, variants: Mapping[int, int] | None = None, **options: Any) -> Any:
+def _checkpointer(mark: Mark, variants: Mapping[int, int] | None = None, **options: Any) -> Any:
     from hyper_resume.checkpoint import build_checkpointer
 
     checkpointer = build_checkpointer("dcp", **options)
 
-    def listener(event: Any) -> None:
+    def on_event(event: Any) -> None:
         if event.state == "durable":
-            tell(DURABLE + tag(event.global_step, (variants or {}).get(event.global_step, 0)))
+            mark(DURABLE + tag(event.global_step, (variants or {}).get(event.global_step, 0)))
 
-    checkpointer.add_listener(listener)
+    checkpointer.add_listener(on_event)
     return checkpointer
 
 
 def saving(
     *saves: tuple[int, int], start: tuple[int, int] | None = None, save_async: bool = False, **options: Any
-) -> Life:
+) -> Program:
     """A run that makes ``saves`` ((step, variant)), going on from ``start``. ``options`` are the checkpointer's."""
 
-    def life(root: Path, tell: Tell) -> None:
-        checkpointer = _checkpointer(tell, dict(saves), **options)
+    def program(root: Path, mark: Mark) -> None:
+        checkpointer = _checkpointer(mark, dict(saves), **options)
         if start is not None:
-            tell(GOING_BACK + tag(*start))
+            mark(GOING_BACK + tag(*start))
         checkpointer.begin_run(
             str(root), restored_from=None if start is None else str(root / f"global_step_{start[0]}")
         )
         if start is not None:
-            tell(BACK + tag(*start))
+            mark(BACK + tag(*start))
         for step, variant in saves:
-            tell(BEGIN + tag(step, variant))
+            mark(BEGIN + tag(step, variant))
             small.save(checkpointer, root, step, variant, save_async=save_async)
         checkpointer.maybe_wait_for_async_save()
 
-    return life
+    return program
 
 
-def _without_exchange(life: Life) -> Life:
-    def instead(root: Path, tell: Tell) -> None:
+def _without_exchange(program: Program) -> Program:
+    def instead(root: Path, mark: Mark) -> None:
         from hyper_resume.checkpoint.disk import operations
 
         recording: Any = operations.current()
         recording.can_exchange = False
-        life(root, tell)
+        program(root, mark)
 
     return instead
 
@@ -232,25 +232,25 @@ class Library:
             path.name: loads.of(path) for _, path in layout.step_directories(root) if not layout.why_incomplete(path)
         }
         try:
-            found = _checkpointer(_nobody).find_latest_checkpoint(str(root))
+            found = _checkpointer(_ignore).find_latest_checkpoint(str(root))
         except Exception as error:  # noqa: BLE001  whatever it is, it is the verdict
-            return Verdict(latest=f"refused: {_told(error)}", claims=claims)
+            return Verdict(latest=f"refused: {_first_line(error)}", claims=claims)
         latest = NONE if found is None else claims.get(Path(found).name) or loads.of(Path(found))
         return Verdict(latest=latest, claims=claims)
 
     def after(self, root: Path) -> str:
         """See :class:`Subject`."""
-        checkpointer = _checkpointer(_nobody)
+        checkpointer = _checkpointer(_ignore)
         try:
             found = checkpointer.find_latest_checkpoint(str(root))
-        except Exception:  # noqa: BLE001  judged already; whoever is told so starts from scratch
+        except Exception:  # noqa: BLE001  judged already; a run that is refused starts from scratch
             found = None
         try:
             checkpointer.begin_run(str(root), restored_from=found)
             small.save(checkpointer, root, 9)
             latest = checkpointer.find_latest_checkpoint(str(root))
         except Exception as error:  # noqa: BLE001  whatever it is, it is the verdict
-            return f"the next save failed: {_told(error)}"
+            return f"the next save failed: {_first_line(error)}"
         loaded = NONE if latest is None else load(Path(latest), (tag(9),), ranks=1)
         if loaded != tag(9):
             return f"after the next save LATEST is {latest}: {loaded}"
@@ -260,25 +260,25 @@ class Library:
         return f"left over after the next save: {', '.join(left)}" if left else ""
 
 
-def _nobody(_: str) -> None:
+def _ignore(_: str) -> None:
     return
 
 
-def _told(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _scenario(
     name: str,
     title: str,
-    before: tuple[Life, ...],
-    life: Life,
+    before: tuple[Program, ...],
+    program: Program,
     first_tags: tuple[tuple[int, int], ...],
     *later: tuple[int, int],
 ) -> Scenario:
     current = tag(*first_tags[-1]) if before else NONE
     return Scenario(
-        name=name, title=title, before=before, life=life, current=current,
+        name=name, title=title, before=before, program=program, current=current,
         tags=tuple(tag(*one) for one in (*first_tags, *later)),
     )  # fmt: skip
 
@@ -294,12 +294,12 @@ def load(path: Path, tags: tuple[str, ...], *, ranks: int = WORLD_SIZE) -> str:
     state = small.destination()
     skeleton = dict.fromkeys(small.TRAINING_STATE_KEYS)
     try:
-        mine = _checkpointer(_nobody).load(str(path), state, extra_state_skeleton=skeleton)
+        mine = _checkpointer(_ignore).load(str(path), state, extra_state_skeleton=skeleton)
         training = {0: mine}
         if (path / extra_state.DIRECTORY_NAME).is_dir():
             training |= {rank: extra_state.read_file(path, rank) for rank in range(ranks)}
     except Exception as error:  # noqa: BLE001  whatever it is, it is the verdict
-        return f"error: {_told(error)}"
+        return f"error: {_first_line(error)}"
     return which(state, training, tags)
 
 

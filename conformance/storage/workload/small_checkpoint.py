@@ -205,20 +205,20 @@ def save(
 
 
 @contextmanager
-def listening() -> Iterator[list[str]]:
+def collected_warnings() -> Iterator[list[str]]:
     """The library's warnings, as they come."""
-    told: list[str] = []
+    messages: list[str] = []
 
-    class Ear(logging.Handler):
+    class WarningCollector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
+            messages.append(record.getMessage())
 
-    ear = Ear(logging.WARNING)
+    collector = WarningCollector(logging.WARNING)
     logger = logging.getLogger("hyper_resume")
-    logger.addHandler(ear)
+    logger.addHandler(collector)
     before, logger.propagate = logger.propagate, False
     try:
-        yield told
+        yield messages
     finally:
-        logger.removeHandler(ear)
+        logger.removeHandler(collector)
         logger.propagate = before

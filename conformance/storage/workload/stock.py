@@ -17,10 +17,10 @@ from conformance.storage.workload.scenarios import (
     BEGIN,
     DURABLE,
     NONE,
-    Life,
     Loads,
+    Mark,
+    Program,
     Scenario,
-    Tell,
     Verdict,
     tag,
     which,
@@ -37,23 +37,23 @@ def payload(step: int, variant: int = 0) -> dict[str, Any]:
     return state
 
 
-def saving(*saves: tuple[int, int], save_async: bool = False) -> Life:
+def saving(*saves: tuple[int, int], save_async: bool = False) -> Program:
     """A run that makes ``saves`` into ``global_step_N`` directories."""
 
-    def life(root: Path, tell: Tell) -> None:
+    def program(root: Path, mark: Mark) -> None:
         from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
         for step, variant in saves:
             state, path = payload(step, variant), root / f"global_step_{step}"
-            tell(BEGIN + tag(step, variant))
+            mark(BEGIN + tag(step, variant))
             if save_async:
                 response: Any = async_save(state, checkpoint_id=path)
                 response.result()
             else:
                 save(state, checkpoint_id=path)
-            tell(DURABLE + tag(step, variant))
+            mark(DURABLE + tag(step, variant))
 
-    return life
+    return program
 
 
 class Stock:
@@ -66,18 +66,18 @@ class Stock:
         """See :class:`conformance.storage.workload.scenarios.Subject`."""
         first = saving((1, 0))
         return (
-            Scenario(name=FIRST, title="a new directory", before=(), life=first, current=NONE, tags=("1/0",)),
+            Scenario(name=FIRST, title="a new directory", before=(), program=first, current=NONE, tags=("1/0",)),
             Scenario(
-                name=NEXT, title="a new directory beside an earlier one", before=(first,), life=saving((2, 0)),
+                name=NEXT, title="a new directory beside an earlier one", before=(first,), program=saving((2, 0)),
                 current="1/0", tags=("1/0", "2/0"),
             ),
             Scenario(
-                name=RESAVE, title="into the directory of an earlier one", before=(first,), life=saving((1, 1)),
+                name=RESAVE, title="into the directory of an earlier one", before=(first,), program=saving((1, 1)),
                 current="1/0", tags=("1/0", "1/1"),
             ),
             Scenario(
                 name=ASYNC, title="a new directory, in the background", before=(first,),
-                life=saving((2, 0), save_async=True), current="1/0", tags=("1/0", "2/0"),
+                program=saving((2, 0), save_async=True), current="1/0", tags=("1/0", "2/0"),
             ),
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from conformance.adapters.hyper_resume.components import TroubleError
-from conformance.adapters.hyper_resume.step_directory import edit_step_directory, look_into
+from conformance.adapters.hyper_resume.step_directory import describe_step_directory, edit_step_directory
 from hyper_resume.checkpoint import DistributedCheckpointer
 
 
@@ -20,7 +20,7 @@ def test_two_saves_of_one_state_look_the_same(tmp_path: Path, per_rank: bool) ->
         state = {"model": {"w": torch.ones(2, 3)}, "extra_state": {"global_step": 4, "epoch": 1, "rng_state": {"a": 7}}}
         directory = tmp_path / run / "global_step_4"
         DistributedCheckpointer(extra_state_per_rank=per_rank).save(str(directory), state, global_step=4)
-        looks.append(look_into(directory))
+        looks.append(describe_step_directory(directory))
     assert looks[0] == looks[1]
     assert looks[0]["model"] == {"w": "float32[2,3]"}
     assert looks[0]["layout"] == {"per_rank" if per_rank else "embedded": "yes"}
@@ -38,7 +38,7 @@ def saved_in(folder: Path, *, per_rank: bool = True) -> Path:
 
 
 def test_a_look_tells_what_the_manifest_says(tmp_path: Path) -> None:
-    told = look_into(saved_in(tmp_path))["manifest"]
+    told = describe_step_directory(saved_in(tmp_path))["manifest"]
     assert (told["step"], told["world_size"], told["mesh"], told["ancestors"]) == ("4", "1", "none", "")
     files = {"file..metadata", "file.index.json", "file.__0_0.distcp", "file.extra_state/extra_state_rank_0.pt"}
     assert {name for name in told if name.startswith("file.")} == files
@@ -50,7 +50,7 @@ def test_an_edit_leaves_a_directory_that_stock_tools_could_have_written(tmp_path
     directory = saved_in(tmp_path, per_rank=per_rank)
     edit_step_directory(directory, {"kind": "remove_model_key", "step": 4, "key": "v"})
     assert not (directory / "manifest.json").exists()
-    found = look_into(directory)
+    found = describe_step_directory(directory)
     assert (set(found["model"]), "save_id" in found, "manifest" in found) == ({"w"}, False, False)
     live = {"model": {"w": torch.zeros(2, 3)}}
     state = DistributedCheckpointer().load(str(directory), live, extra_state_skeleton={"global_step": None})

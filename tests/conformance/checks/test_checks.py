@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conformance.check import CHECKS
-
+from conformance.checks import CHECKS
 from conformance.records.results import BLAMES
 from tests.conformance.evidence_made import evidence, leg, status
 

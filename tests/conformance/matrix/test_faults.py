@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from conformance.matrix.faults import FAULTS, Disk, FaultError, strike
+from conformance.matrix.faults import FAULTS, Disk, FaultError, inject
 
 
 @pytest.fixture
@@ -24,38 +24,38 @@ def disk(tmp_path: Path) -> Disk:
 
 def test_files_are_removed_cut_and_flipped(disk: Disk) -> None:
     shard = disk.checkpoints / "global_step_4" / "__0_0.distcp"
-    assert strike("flip_byte", {"path": "global_step_4/*.distcp", "offset": 3}, disk) == [
+    assert inject("flip_byte", {"path": "global_step_4/*.distcp", "offset": 3}, disk) == [
         "flipped byte 3 of checkpoints/global_step_4/__0_0.distcp"
     ]
     assert shard.read_bytes()[:5] == bytes([0, 1, 2, 252, 4])
-    assert strike("truncate", {"path": "global_step_4/__0_0.distcp", "keep_bytes": 10}, disk) == [
+    assert inject("truncate", {"path": "global_step_4/__0_0.distcp", "keep_bytes": 10}, disk) == [
         "cut checkpoints/global_step_4/__0_0.distcp from 65 to 10 bytes"
     ]
-    assert strike("remove_file", {"path": "global_step_*/.metadata"}, disk) == [
+    assert inject("remove_file", {"path": "global_step_*/.metadata"}, disk) == [
         "removed checkpoints/global_step_2/.metadata",
         "removed checkpoints/global_step_4/.metadata",
     ]
 
 
 def test_directories_are_copied_renamed_and_replaced_in_part(disk: Disk) -> None:
-    strike("copy_path", {"path": "global_step_2", "to": "../aside/global_step_2"}, disk)
-    strike("rename", {"path": "global_step_2", "to": "global_step_2_old"}, disk)
-    strike(
+    inject("copy_path", {"path": "global_step_2", "to": "../aside/global_step_2"}, disk)
+    inject("rename", {"path": "global_step_2", "to": "global_step_2_old"}, disk)
+    inject(
         "replace_file_from",
         {"path": "global_step_4/__0_0.distcp", "source": "../aside/global_step_2/__0_0.distcp"},
         disk,
     )
     assert (disk.checkpoints / "global_step_4" / "__0_0.distcp").read_bytes()[-1] == 2
     assert not (disk.checkpoints / "global_step_2").exists()
-    strike("rename", {"path": ".", "to": "../moved"}, disk)
+    inject("rename", {"path": ".", "to": "../moved"}, disk)
     assert (disk.root / "moved" / "global_step_4" / ".metadata").exists()
 
 
 def test_the_pointer_is_written_and_removed(disk: Disk) -> None:
-    strike("write_pointer", {"text": "nonsense"}, disk)
+    inject("write_pointer", {"text": "nonsense"}, disk)
     assert (disk.checkpoints / "latest_checkpoint_iteration.txt").read_text() == "nonsense"
-    strike("remove_pointer", {}, disk)
-    strike("empty_metadata", {"step": 4}, disk)
+    inject("remove_pointer", {}, disk)
+    inject("empty_metadata", {"step": 4}, disk)
     assert (disk.checkpoints / "global_step_4" / ".metadata").stat().st_size == 0
 
 
@@ -76,7 +76,7 @@ def test_the_pointer_is_written_and_removed(disk: Disk) -> None:
 )
 def test_a_fault_that_can_do_nothing_is_an_error(disk: Disk, kind: str, parameters: Any, message: str) -> None:
     with pytest.raises(FaultError, match=message.replace("'", ".")):
-        strike(kind, parameters, disk)
+        inject(kind, parameters, disk)
 
 
 def test_every_fault_has_a_sentence() -> None:

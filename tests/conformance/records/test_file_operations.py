@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.watched import told_by
+from tests.conformance.watched import operations_of
 
 PLAIN_OPEN = """
 with open("root/a", "w") as file:
@@ -128,13 +128,13 @@ os.rename(name, "root/final")
     ],
 )
 def test_a_change_is_told_before_it_is_made_and_in_order(tmp_path: Path, code: str, expected: list[Any]) -> None:
-    told = [[what, re.sub(r"^new-\w+$", "new", where), there] for what, where, there in told_by(tmp_path, code)]
+    told = [[what, re.sub(r"^new-\w+$", "new", where), there] for what, where, there in operations_of(tmp_path, code)]
     assert told == expected
 
 
 def test_a_file_that_is_copied_in_is_told(tmp_path: Path) -> None:
     (tmp_path / "source").write_text("abc")
-    told = told_by(tmp_path, "import shutil; shutil.copy2('source', 'root/copy')")
+    told = operations_of(tmp_path, "import shutil; shutil.copy2('source', 'root/copy')")
     # The kernel copies; the last call only learns that there is no more.
     assert told[:2] == [["create", "copy", None], ["write", "copy", 0]]
     assert {what for what, _, _ in told[2:]} <= {"write"}
@@ -152,7 +152,7 @@ with os.fdopen(os.open("root/a", os.O_RDONLY), "rb") as file:
     file.read()
 os.close(os.open(root, os.O_RDONLY | os.O_DIRECTORY))
 """
-    assert told_by(tmp_path, code) == []
+    assert operations_of(tmp_path, code) == []
 
 
 def test_nothing_outside_of_the_folder_is_told_and_what_leads_into_it_is(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ os.symlink("root", "way")
 Path("way/in").write_text("in")
 os.rename("way/in", "out")
 """
-    assert told_by(tmp_path, code) == [["create", "in", None], ["write", "in", 0], ["rename", "in", 2]]
+    assert operations_of(tmp_path, code) == [["create", "in", None], ["write", "in", 0], ["rename", "in", 2]]
 
 
 IMPORTS = """
@@ -201,7 +201,7 @@ def final(where: str) -> str:
 
 
 def test_every_file_of_a_real_save_is_told_to_its_last_byte_and_in_the_order_of_the_commit(tmp_path: Path) -> None:
-    told = [(what, final(where), there) for what, where, there in told_by(tmp_path, SAVES, imports=IMPORTS)]
+    told = [(what, final(where), there) for what, where, there in operations_of(tmp_path, SAVES, imports=IMPORTS)]
     root = tmp_path / "root"
     sizes = {str(path.relative_to(root)): path.stat().st_size for path in root.rglob("*") if path.is_file()}
     # Each save leaves shards, metadata, index, manifest, pointer and lock; two leave a file of training state too.

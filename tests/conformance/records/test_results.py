@@ -45,11 +45,16 @@ CASES = (
 
 
 def session(folder: Path, defect: str = "", cases: tuple[Case, ...] = CASES, repeats: int = 1) -> Session:
-    told: list[ResultRecord] = []
-    with Session(StandInAdapter(defect), folder, argv=["run"], tell=told.append) as made:
+    reported: list[tuple[ResultRecord, int, int]] = []
+
+    def on_result(result: ResultRecord, number: int, total: int) -> None:
+        reported.append((result, number, total))
+
+    with Session(StandInAdapter(defect), folder, argv=["run"], on_result=on_result) as made:
         made.run([Work(case=case, repeat=repeat) for repeat in range(repeats) for case in cases])
         made.finish()
-    assert told == made.results
+    total = repeats * len(cases)
+    assert reported == [(result, number, total) for number, result in enumerate(made.results, start=1)]
     return made
 
 

@@ -195,9 +195,9 @@ def test_no_job_holds_anything_of_what_is_expected(tmp_path: Path) -> None:
 
 def test_a_reference_is_run_twice_once_and_for_all(tmp_path: Path) -> None:
     from conformance.running.runner import Runner
-    from tests.conformance.stand_in import hosts_in
+    from tests.conformance.stand_in import launcher_in
 
-    with hosts_in(tmp_path) as hosts:
+    with launcher_in(tmp_path) as hosts:
         runner = Runner(StandInAdapter(), tmp_path)
         first = runner.run_case(case_of(), hosts)
         second = runner.run_case(case_of(), hosts, repeat=1)

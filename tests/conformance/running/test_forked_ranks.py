@@ -47,7 +47,7 @@ def test_ranks_return_raise_die_or_hang_and_each_is_told(worker: Workers) -> Non
     ((met, died, hung, failed),) = worker.map(_four_ends, [None])
     assert [(end.how, end.value) for end in met] == [("returned", [0, 1])] * 2
     assert [end.how for end in died] == ["returned", "died"]
-    assert died[1].told == "rank 1 died with exit status 7"
+    assert died[1].summary == "rank 1 died with exit status 7"
     assert [end.how for end in hung] == ["hung", "hung"]
     assert [(end.error, end.message) for end in failed] == [("KeyError", "'gone'")] * 2
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conformance.records.results import LegRecord
-from tests.conformance.stand_in import MODULE, Patient, StandInAdapter, ends, hosts_in, run_one
+from tests.conformance.stand_in import MODULE, Patient, StandInAdapter, ends, launcher_in, run_one
 from tests.processes_seen import living_with
 
 Run = Callable[..., LegRecord]
@@ -17,7 +17,7 @@ Run = Callable[..., LegRecord]
 
 @pytest.fixture(params=["warm", "cold"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
-    with hosts_in(tmp_path) as hosts:
+    with launcher_in(tmp_path) as hosts:
 
         def one(defect: str = "", **options: Any) -> LegRecord:
             adapter = StandInAdapter(defect, preload=MODULE if request.param == "warm" else None)
@@ -92,7 +92,7 @@ def test_all_ranks_are_told_to_end_and_die_of_it(run: Run) -> None:
 
 def test_a_launcher_that_is_no_process_can_not_be_told_to_end(run: Run) -> None:
     record = run(ranks=2, fault={"kind": "terminate", "after_step": 2, "victims": "launcher-0"})
-    assert record.trouble == "HostError: a launcher that is a process of its own needs torchrun"
+    assert record.trouble == "LauncherError: a launcher that is a process of its own needs torchrun"
 
 
 def test_a_fault_that_never_fires_is_reached_by_nobody(run: Run) -> None:
@@ -125,9 +125,9 @@ def test_a_named_file_operation_that_never_comes_has_no_number(run: Run) -> None
 
 
 def test_what_is_not_started_is_trouble(tmp_path: Path) -> None:
-    with hosts_in(tmp_path) as hosts:
+    with launcher_in(tmp_path) as hosts:
         record = run_one(tmp_path / "two", hosts, StandInAdapter(), ranks=2, nodes=2)
-        assert (record.launcher, record.trouble) == ("none", "HostError: several nodes need torchrun")
+        assert (record.launcher, record.trouble) == ("none", "LauncherError: several nodes need torchrun")
         hosts.stop()
         record = run_one(tmp_path / "late", hosts, StandInAdapter())
-        assert record.trouble == "HostError: no leg is started any more"
+        assert record.trouble == "LauncherError: no leg is started any more"

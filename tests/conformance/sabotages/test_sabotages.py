@@ -22,7 +22,7 @@ from conformance.sabotages.catalogue import (
     load_sabotages,
     sabotage_table,
 )
-from conformance.sabotages.saboteur import SABOTAGES, SabotageError, Saboteur, put_in, sabotage
+from conformance.sabotages.saboteur import SABOTAGES, SabotageError, Saboteur, install_sabotage, sabotage
 from tests.conformance.stand_in import case_of, result_of
 
 
@@ -67,15 +67,15 @@ def test_a_target_that_does_not_exist_is_an_error(target: str) -> None:
 
 def test_an_unknown_sabotage_is_an_error() -> None:
     with pytest.raises(SabotageError, match="no sabotage is called 'nothing'"):
-        put_in("nothing", lambda: None)
+        install_sabotage("nothing", lambda: None)
 
 
 def test_an_id_is_used_once() -> None:
-    put_in_once = sabotage("used-by-a-test")
+    register_once = sabotage("used-by-a-test")
     try:
-        put_in_once(lambda put: None)
+        register_once(lambda put: None)
         with pytest.raises(ValueError, match="two sabotages are called used-by-a-test"):
-            put_in_once(lambda put: None)
+            register_once(lambda put: None)
     finally:
         SABOTAGES.pop("used-by-a-test")
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.xdist_group("storage-crash-states")
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    names = list(toys.LIVES)
+    names = list(toys.PROGRAMS)
     return dict(zip(names, forked_ranks.fan_out(toys.violations, names, workers=1), strict=True))
 
 

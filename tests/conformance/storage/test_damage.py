@@ -107,18 +107,18 @@ def test_an_id_of_another_tier_is_refused() -> None:
 def test_the_place_of_a_flip_is_asked_for_where_a_shards_table_can_tell_it() -> None:
     shard = bytes(100) + bytes(24) + struct.pack("<Q8s", 1, b"hrsegm01")
     material = made({".metadata": b"meta", "__0_0.distcp": shard, "__1_0.distcp": shard + shard[-40:]})
-    told = {
-        case.id: damage_kinds.place_told(case, material)
+    expected_places = {
+        case.id: damage_kinds.reported_place(case, material)
         for case in [
             *damage_kinds.flips(material, seed=3),
             *damage_kinds.truncations(material, 1, 20),
             *damage_kinds.others(material),
         ]
     }
-    asked = {name: place for name, place in told.items() if place is not None}
+    required = {name: place for name, place in expected_places.items() if place is not None}
     # Of the table itself, which is the last one, nothing tells where it is damaged.
-    assert sorted(asked.values()) == sorted([*range(100), *range(140)])
-    assert all(name.startswith("corruption:per_rank:flip:__") for name in asked)
+    assert sorted(required.values()) == sorted([*range(100), *range(140)])
+    assert all(name.startswith("corruption:per_rank:flip:__") for name in required)
 
 
 # ---- the real library ---------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def _examine(job: tuple[Callable[[], None] | None, list[tuple[str, str, str]]]) 
             return corruption.examine(Path(folder), "per_rank", cases, "load", ask_stock=False)
 
     end = run_alone(life, limit_seconds=60)
-    assert end.how == "returned", f"{end.told}\n{end.trace}"
+    assert end.how == "returned", f"{end.summary}\n{end.trace}"
     verdicts: list[Verdict] = end.value
     return verdicts
 
@@ -184,14 +184,14 @@ def test_each_flip_of_a_shard_is_told_by_a_place_of_few_bytes_that_has_it(worker
     ((found, verdicts),) = worker.map(_places, [None])
     size = len(found.newest["__1_0.distcp"])
     (segments,) = struct.unpack("<Q", found.newest["__1_0.distcp"][-16:-8])
-    # Else the one place could be the whole file, and nothing would be asked.
+    # Else the one place could be the whole file, and nothing would be required.
     assert segments >= 10
-    asked = [one for one in verdicts if damage_kinds.place_told(one.damage, found) is not None]
-    assert len(asked) > len(verdicts) * 0.9
+    required = [one for one in verdicts if damage_kinds.reported_place(one.damage, found) is not None]
+    assert len(required) > len(verdicts) * 0.9
     assert not any(one.violations for one in verdicts)
     spans = set()
-    for one in asked:
-        ((begin, end),) = re.findall(r"other bytes at (\d+) to (\d+)", one.told)
+    for one in required:
+        ((begin, end),) = re.findall(r"other bytes at (\d+) to (\d+)", one.message)
         assert int(begin) <= int(one.damage.detail.partition(".")[0]) < int(end) < size
         spans.add((int(begin), int(end)))
     assert len(spans) > segments / 2
@@ -273,7 +273,7 @@ def _leave_a_file() -> None:
     _find(found)
 
 
-def _tell_another_place(change: Callable[[str], str]) -> None:
+def _report_another_place(change: Callable[[str], str]) -> None:
     from hyper_resume.checkpoint.format import segments
 
     original = segments.verify
@@ -285,16 +285,16 @@ def _tell_another_place(change: Callable[[str], str]) -> None:
     segments.verify = verify  # type: ignore[assignment]
 
 
-def _tell_no_place() -> None:
-    _tell_another_place(lambda place: "some place")
+def _report_no_place() -> None:
+    _report_another_place(lambda place: "some place")
 
 
-def _tell_the_place_behind() -> None:
-    _tell_another_place(lambda place: f"{place.split()[-1]} to {1 << 30}")
+def _report_the_place_behind() -> None:
+    _report_another_place(lambda place: f"{place.split()[-1]} to {1 << 30}")
 
 
-def _tell_two_places() -> None:
-    _tell_another_place(lambda place: f"{place}, 0 to 1")
+def _report_two_places() -> None:
+    _report_another_place(lambda place: f"{place}, 0 to 1")
 
 
 def _end_the_process() -> None:
@@ -313,9 +313,9 @@ def _end_the_process() -> None:
         (_draw_a_random_number, "touched live state"),
         (_raise_a_value_error, "wrong class of error"),
         (_raise_without_the_file, "file not named"),
-        (_tell_no_place, "place not told"),
-        (_tell_the_place_behind, "place not told"),
-        (_tell_two_places, "place not told"),
+        (_report_no_place, "place not told"),
+        (_report_the_place_behind, "place not told"),
+        (_report_two_places, "place not told"),
         (_find_the_newest, "LATEST took what a load by path refuses"),
         (_find_the_older_without_a_word, "fall-back without its reason"),
         (_find_nothing, "no fall-back"),

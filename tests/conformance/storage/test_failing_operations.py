@@ -128,7 +128,7 @@ def _examine(job: tuple[Callable[[], None] | None, Case]) -> list[Verdict]:
             return [verdict for part in parts for verdict in part]
 
     end = run_alone(life, limit_seconds=100)
-    assert end.how == "returned", f"{end.told}\n{end.trace}"
+    assert end.how == "returned", f"{end.summary}\n{end.trace}"
     verdicts: list[Verdict] = end.value
     return verdicts
 

@@ -32,7 +32,7 @@ from conformance.storage.hostile.directory import (
     table_of,
 )
 from conformance.storage.hostile.material import Material, make_material
-from conformance.storage.hostile.meaning import NoMeaning, covers_once, index_meaning, table_meaning
+from conformance.storage.hostile.meaning import UnreadableError, covers_once, index_meaning, table_meaning
 from conformance.storage.hostile.opening import Disagreement, LiveStateTouched, Opened
 from conformance.storage.hostile.readers import Reader, library_readers
 from hyper_resume.checkpoint import DistributedCheckpointer
@@ -114,11 +114,13 @@ def test_no_hostile_file_is_refused_for_its_digest(home: Path, material: Materia
         try:
             opening.open_directory(content)
         except (CheckpointMismatchError, Disagreement, RuntimeError, IndexError) as error:
-            told = str(error)
+            message = str(error)
         else:
             continue
         # A table that is none has no digest that could be right; all others have theirs.
-        assert "no table of digests" in told or "expected digest" not in told or "found other bytes" in told, told
+        assert "no table of digests" in message or "expected digest" not in message or "found other bytes" in message, (
+            message
+        )
 
 
 def test_the_same_seed_makes_the_same_files_and_another_one_others(material: Material) -> None:
@@ -187,13 +189,13 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("how", WRONG)
 def test_the_judge_of_an_index_finds_what_is_wrong(how: str) -> None:
     change, reason = WRONG[how]
-    with pytest.raises(NoMeaning, match=reason):
+    with pytest.raises(UnreadableError, match=reason):
         index_meaning(_index(change), good_files())
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b'{"format": 1, "format": 1}', b"[" * 100_000, b"[NaN]"])
 def test_the_judge_takes_no_other_json(content: bytes) -> None:
-    with pytest.raises(NoMeaning):
+    with pytest.raises(UnreadableError):
         index_meaning(content, good_files())
 
 
@@ -204,10 +206,10 @@ def test_the_judge_of_a_table_finds_what_is_wrong() -> None:
         "not all that is before": table_of(body, lengths[:-1]),
         "no table": b"",
         "more segments": struct.pack("<Q8s", 1 << 40, b"hrsegm01"),
-        "other bytes at 0": table_of(body, lengths, told={0: bytes(16)}),
+        "other bytes at 0": table_of(body, lengths, digests={0: bytes(16)}),
     }
     for reason, table in wrong.items():
-        with pytest.raises(NoMeaning, match=reason):
+        with pytest.raises(UnreadableError, match=reason):
             table_meaning(body + table)
 
 

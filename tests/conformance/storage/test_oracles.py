@@ -12,7 +12,7 @@ from conformance.storage.workload.scenarios import Verdict
 def progress(current: str, *marks: str) -> Promise:
     found = Progress(current)
     for number, mark in enumerate(marks):
-        found.hear(Operation(number=number, rank=0, kind="mark", path=mark))
+        found.observe(Operation(number=number, rank=0, kind="mark", path=mark))
     return found.promise()
 
 
@@ -22,8 +22,8 @@ def test_between_the_call_and_the_durable_event_both_saves_may_be_there_and_afte
 
 
 def test_the_second_ranks_event_changes_nothing_even_when_the_next_save_is_durable_by_then() -> None:
-    told = progress("1/0", "begin 2/0", "durable 2/0", "begin 3/0", "durable 3/0", "durable 2/0")
-    assert told.current == "3/0"
+    found = progress("1/0", "begin 2/0", "durable 2/0", "begin 3/0", "durable 3/0", "durable 2/0")
+    assert found.current == "3/0"
 
 
 def test_a_run_that_goes_back_makes_the_lower_step_the_one_that_latest_means() -> None:

@@ -56,7 +56,7 @@ def test_two_files_add_up_and_an_empty_one_is_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("broken", "message"),
     [
         (Storage(crash_states=(replace(CRASH, violations={"O2": 3}, examples=("id",)),)), "O2 3 (first: id)"),
         (Storage(parts=(Part(name="mutants", status="missing", seconds=0.0, reason="no module"),)), "mutants: missing"),
@@ -68,13 +68,13 @@ def test_two_files_add_up_and_an_empty_one_is_nothing(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_must_not_be_is_a_complaint(broken: Storage, told: str) -> None:
+def test_what_must_not_be_is_a_complaint(broken: Storage, message: str) -> None:
     (complaint,) = broken.complaints()
-    assert told in complaint
+    assert message in complaint
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"schema": "hyper_resume.storage/1"}, "run the proofs again"),
         ({"schema": "something else"}, "no record of schema"),
@@ -83,11 +83,11 @@ def test_what_must_not_be_is_a_complaint(broken: Storage, told: str) -> None:
     ],
 )
 def test_another_schema_and_a_malformed_record_are_refused(
-    tmp_path: Path, change: dict[str, object], told: str
+    tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     path = write_storage(tmp_path, WHOLE)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(RecordError, match=told):
+    with pytest.raises(RecordError, match=message):
         read_storage(path)
 
 

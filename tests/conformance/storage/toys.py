@@ -13,20 +13,22 @@ from conformance.storage.crash_states import enumeration
 from conformance.storage.tracing.history import TraceError
 from conformance.storage.tracing.recorder import Recorder
 from conformance.storage.workload.recording import RecordingError, record
-from conformance.storage.workload.scenarios import BEGIN, DURABLE, NONE, Life, Loads, Scenario, Tell, Verdict
+from conformance.storage.workload.scenarios import BEGIN, DURABLE, NONE, Loads, Mark, Program, Scenario, Verdict
 
 CONTENT = b"the whole part of one rank"
 NAME = "global_step_2"
 
 
-def protocol(*, fsync: bool = True, directory_sync: bool = True, root_sync: bool = True, early: bool = False) -> Life:
+def protocol(
+    *, fsync: bool = True, directory_sync: bool = True, root_sync: bool = True, early: bool = False
+) -> Program:
     """Each rank writes its part into a staging directory, which rank 0 renames. ``early``: it does so before the writing."""
 
-    def life(root: Path, tell: Tell) -> None:
+    def program(root: Path, mark: Mark) -> None:
         import torch.distributed as dist
 
         first = dist.get_rank() == 0
-        tell(BEGIN + "2/0")
+        mark(BEGIN + "2/0")
         staging = root / "staging"
         if first:
             staging.mkdir()
@@ -46,10 +48,10 @@ def protocol(*, fsync: bool = True, directory_sync: bool = True, root_sync: bool
                 staging.rename(root / NAME)
             if root_sync:
                 _sync(root)
-            tell(DURABLE + "2/0")
+            mark(DURABLE + "2/0")
         dist.barrier()
 
-    return life
+    return program
 
 
 def _sync(directory: Path) -> None:
@@ -58,7 +60,7 @@ def _sync(directory: Path) -> None:
     os.close(descriptor)
 
 
-def unseen(root: Path, tell: Tell) -> None:
+def unseen(root: Path, mark: Mark) -> None:
     """Writes from C, by a name of its own."""
     import torch
     import torch.distributed as dist
@@ -72,8 +74,8 @@ class Toy:
     name = "toy"
     wants_interface = True
 
-    def __init__(self, life: Life) -> None:
-        self._scenario = Scenario(name="toy", title="", before=(), life=life, current=NONE, tags=("2/0",))
+    def __init__(self, program: Program) -> None:
+        self._scenario = Scenario(name="toy", title="", before=(), program=program, current=NONE, tags=("2/0",))
 
     def scenarios(self) -> tuple[Scenario, ...]:
         return (self._scenario,)
@@ -93,7 +95,7 @@ class Toy:
         return ""
 
 
-LIVES: dict[str, Callable[[], Life]] = {
+PROGRAMS: dict[str, Callable[[], Program]] = {
     "right": protocol,
     "no fsync of the files": lambda: protocol(fsync=False),
     "no fsync of the staging directory": lambda: protocol(directory_sync=False),
@@ -105,7 +107,7 @@ LIVES: dict[str, Callable[[], Life]] = {
 
 def violations(name: str) -> Any:
     """Model to oracle to the number of states that break it, without zeros; what went around the interface; or the error."""
-    toy = Toy(LIVES[name]())
+    toy = Toy(PROGRAMS[name]())
     try:
         recording = record(toy, toy.scenarios()[0])
     except (RecordingError, TraceError) as error:

@@ -318,3 +318,11 @@ def _another_ranks_file_accepted(put: Saboteur) -> None:
 @sabotage("no-pointer-before-the-scan")
 def _no_pointer_before_the_scan(put: Saboteur) -> None:
     put.replace(f"{_LAYOUT}:read_pointer", lambda original, checkpoint_dir: (None, ""))
+
+
+@sabotage("missing-key-tolerated")
+def _missing_key_tolerated(put: Saboteur) -> None:
+    def check(original: Any, wanted: Any, metadata: Any, *, strict: bool, where: str) -> None:
+        original(wanted, metadata, strict=False, where=where)
+
+    put.replace("hyper_resume.checkpoint.loading.buffers:check_model_entries", check)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conformance.matrix.platforms import Platform, find_platform, load_platforms
-from st.presence import lacking
+from st.hardware import missing_hardware
 
 CHECKOUT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -22,14 +22,14 @@ def platform(device: str, ranks: int = 4000) -> Platform:
 
 
 def test_a_cpu_is_always_there() -> None:
-    assert lacking(platform("cpu")) is None
+    assert missing_hardware(platform("cpu")) is None
 
 
 def test_a_platform_that_lacks_says_what_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    reason = lacking(platform("npu"))
+    reason = missing_hardware(platform("npu"))
     assert reason is not None
     assert reason.startswith("npu9 needs 4000 NPU devices; looked for npu-smi: not found, CANN: ")
     assert ", torch.npu.device_count(): " in reason
@@ -40,7 +40,7 @@ def test_what_is_there_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "npu-smi").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    reason = lacking(platform("npu"))
+    reason = missing_hardware(platform("npu"))
     assert reason is not None
     assert "looked for npu-smi: found, CANN: by ASCEND_HOME_PATH, torch.npu" in reason
 

@@ -16,7 +16,7 @@ _STORAGE = "hyper_resume.checkpoint.dcp:DistributedCheckpointer"
 _EXTRA = "hyper_resume.checkpoint.format.extra_state"
 _TENSOR_PARALLEL = "hyper_resume.parallel.tensor_parallel"
 # The one of several ranks that a defect strikes; there is one in every job of more than one.
-_STRUCK = 1
+_AFFECTED_RANK = 1
 
 
 @sabotage("streams-of-rank-0-for-all")
@@ -48,7 +48,7 @@ def _moments_lost_on_one_rank(put: Saboteur) -> None:
         from hyper_resume import collective
 
         original(optimizers, names, loaded, **how)
-        if collective.rank() != _STRUCK:
+        if collective.rank() != _AFFECTED_RANK:
             return
         for optimizer in optimizers:
             for entries in optimizer.state.values():
@@ -62,7 +62,7 @@ def _moments_lost_on_one_rank(put: Saboteur) -> None:
 @sabotage("extra-state-of-one-rank-left-out")
 def _extra_state_of_one_rank_left_out(put: Saboteur) -> None:
     def write(original: Any, step_directory: Any, rank: int, content: bytes) -> Any:
-        if rank != _STRUCK:
+        if rank != _AFFECTED_RANK:
             return original(step_directory, rank, content)
         put.fired()
         return _entry(rank, content)

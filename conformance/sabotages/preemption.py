@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conformance.sabotages.positioning import training_forgets
+from conformance.sabotages.data_position import training_forgets
 from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _PREEMPTION = "hyper_resume.trainer.callbacks.preemption:PreemptionCallback"

@@ -1,6 +1,6 @@
-"""Is a platform there? Looked for from outside, so that a machine without it never imports its libraries into the tests.
+"""Detects whether a platform's devices exist, in other processes, so that the tests never import a device's libraries.
 
-The answer says what was looked for and what was found, because "skipped" alone sends nobody to the right cable.
+The answer lists what was searched for and what was found: "skipped" alone does not say what is missing.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from conformance.matrix.platforms import Platform
 _SECONDS = 120
 _COUNTS = {
     "cuda": "import torch; print(torch.cuda.device_count())",
-    # Its own library first: where that is missing, nothing waits for torch.
+    # Its own library first: if that is missing, torch is not imported.
     "npu": "import torch_npu, torch; print(torch.npu.device_count())",
 }
 _CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 _CANN_FOLDER = Path("/usr/local/Ascend")
 
 
-def lacking(platform: Platform) -> str | None:
+def missing_hardware(platform: Platform) -> str | None:
     """Why scenarios of ``platform`` can't run on this machine, in one line; None when they can."""
     if platform.device == "cpu":
         return None
-    count, told = device_count(platform.device)
+    count, text = device_count(platform.device)
     if count >= platform.ranks:
         return None
-    looks = [f"torch.{platform.device}.device_count(): {told}"]
+    findings = [f"torch.{platform.device}.device_count(): {text}"]
     if platform.device == "npu":
-        looks = [f"npu-smi: {_which('npu-smi')}", f"CANN: {_cann()}", *looks]
+        findings = [f"npu-smi: {_which('npu-smi')}", f"CANN: {_cann()}", *findings]
     else:
-        looks = [f"nvidia-smi: {_which('nvidia-smi')}", *looks]
+        findings = [f"nvidia-smi: {_which('nvidia-smi')}", *findings]
     wanted = f"{platform.ranks} {platform.device.upper()} device{'s' if platform.ranks > 1 else ''}"
-    return f"{platform.id} needs {wanted}; looked for {', '.join(looks)}"
+    return f"{platform.id} needs {wanted}; looked for {', '.join(findings)}"
 
 
 @functools.cache
 def device_count(device: str) -> tuple[int, str]:
-    """How many devices of a kind torch sees in a process of its own, and what it said."""
+    """The number of devices that torch sees in a process of its own, and its output."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _COUNTS[device]], capture_output=True, text=True, timeout=_SECONDS, check=False
@@ -50,8 +50,8 @@ def device_count(device: str) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         return 0, f"no answer in {_SECONDS} s"
     if done.returncode == 0:
-        told = done.stdout.split()[-1]
-        return int(told), told
+        text = done.stdout.split()[-1]
+        return int(text), text
     lines = done.stderr.strip().splitlines()
     return 0, lines[-1] if lines else f"exit code {done.returncode}"
 

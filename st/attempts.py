@@ -1,11 +1,11 @@
-"""Lives of one training: the same run, ended and begun again on one checkpoint directory, each life held against the reference.
+"""Attempts of one training: each starts or resumes it on the same checkpoint directory, and is compared with the reference.
 
-A soak is one training with many lives, a crash sweep many trainings with two. What both ask of a life stands here:
+A soak is one training with many attempts, a crash sweep many trainings with two. Each attempt is judged by these rules:
 
-1. a killed one was killed where it was asked to be, and every victim is proved dead of that very signal;
-2. it resumed on all ranks at the step that the disk named when the life before it was dead, and trained on from there;
-3. it trained to the end, or to the step of its fault, and every step that all its ranks finished is the reference's, bit for
-   bit, on every rank.
+1. a killed attempt was killed at the moment of its fault, and every victim is verified to have died of that signal;
+2. it resumed on all ranks at the step that the disk named after the previous attempt was dead, and trained on from there;
+3. it trained to the end, or to the step of its fault, and every step that all its ranks finished equals the reference's, bit
+   for bit, on every rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from conformance.matrix.faults import POINTER_NAME
 from conformance.matrix.given import complete
 from conformance.matrix.script import LegFault
 from conformance.records.comparison import Divergence
-from conformance.records.evidence import EvidenceError, LegEvidence, struck_otherwise
+from conformance.records.evidence import EvidenceError, LegEvidence, unexpected_ends
 from conformance.records.results import LegRecord
 from conformance.records.trajectory import Trajectory
 from conformance.running.adapter import Adapter, Job, JobFault
@@ -32,34 +32,31 @@ from conformance.running.references import References
 
 LATEST = "LATEST"
 _FOLDER = "checkpoints"
-# A comparison must be able to fail: so much of the reference around the steps is looked at for columns that never move.
+# A comparison must be able to fail: this many reference steps around the compared ones are searched for constant columns.
 _MARGIN_STEPS = 10
-# Where every rank stands behind a finished step.
+# Moments at which every rank has finished the step.
 _BETWEEN_STEPS = ("after_step", "after_epoch", "before_save")
-# Where a rank may stand before it has told what it restored: one that clears what a dead save left changes the disk there.
+# Moments that a rank may reach before it reports its restore: clearing the rest of a dead save changes the disk.
 _WHILE_RESTORING = ("during_load", "file_operation")
 _SIGNALS = {"kill": "SIGKILL", "terminate": "SIGTERM"}
 
 
-class LifeError(RuntimeError):
-    """Nothing can be said: the harness itself, or the reference, is in trouble."""
+class InconclusiveError(RuntimeError):
+    """No verdict is possible: an error of the harness or of the reference."""
 
 
-class RedError(RuntimeError):
-    """A life is not what it has to be. The message is the finding, ``divergence`` where it parts from the reference."""
+class ViolationError(RuntimeError):
+    """An attempt broke a rule. The message is the finding; ``divergence`` is the first difference from the reference."""
 
-    def __init__(self, message: str, divergence: Divergence | None = None, *, is_of_the_kill: bool = False) -> None:
-        """``divergence`` is None where no step was compared; ``is_of_the_kill`` when the life's own fault went wrong."""
+    def __init__(self, message: str, divergence: Divergence | None = None, *, is_about_the_kill: bool = False) -> None:
+        """``divergence`` is None where no step was compared; ``is_about_the_kill`` when the attempt's own fault went wrong."""
         super().__init__(message)
-        self.divergence, self.is_of_the_kill = divergence, is_of_the_kill
+        self.divergence, self.is_about_the_kill = divergence, is_about_the_kill
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained. ``given`` is a case's; ``save_steps`` stands in it too.
-
-    ``lost_at_most`` is the most steps that a kill may cost.
-    """
+    """What is trained. ``given`` is that of a case; ``save_steps`` repeats its save interval."""
 
     given: Mapping[str, Any]
     until_step: int
@@ -68,12 +65,12 @@ class Training:
 
     @property
     def is_async(self) -> bool:
-        """True when saves are written beside training."""
+        """True when saves are written in the background."""
         return bool(self.given.get("checkpoint", {}).get("is_async"))
 
     @property
     def lost_at_most(self) -> int:
-        """One save interval; two where a save may still be in flight when the next one is due."""
+        """The most steps that a kill may lose: one save interval, or two with saves in the background."""
         return self.save_steps * (2 if self.is_async else 1)
 
     def job(
@@ -85,7 +82,7 @@ class Training:
         more: Mapping[str, Any] | None = None,
         sabotage: str | None = None,
     ) -> Job:
-        """One life as a job. ``more`` is given beside what all lives are made from."""
+        """One attempt as a job. ``more`` is merged into ``given``."""
         given = complete({**self.given, **(more or {})}, "training")
         return Job(
             task="train",
@@ -101,8 +98,8 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
-    """One life that is over: the step it began at (0: from scratch), and the last one that all its ranks finished."""
+class Attempt:
+    """A finished attempt: the step it resumed at (0: from scratch), and the last step that all its ranks finished."""
 
     evidence: LegEvidence
     restored: int
@@ -110,22 +107,22 @@ class Life:
 
     @property
     def record(self) -> LegRecord:
-        """Its leg."""
+        """The record of its leg."""
         return self.evidence.record
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What the training does when nobody interrupts it: two legs of it that agree bit for bit."""
+    """The uninterrupted training, of which two runs were equal bit for bit."""
 
     trajectory: Trajectory
 
 
 def reference_of(training: Training, run: Path, adapter: Adapter, launcher: Launcher, known: References) -> Reference:
-    """Train without interruption, twice; what is ``known`` is not trained again.
+    """Train without interruption, twice; a reference in ``known`` is not trained again.
 
     Raises:
-        LifeError: it does not end well, or two runs of it differ: then nothing can be judged.
+        InconclusiveError: it fails, or its two runs differ.
     """
     job = training.job("reference", restore_from=None, fault=None)
     limit = max(training.limit_seconds, float(training.until_step))
@@ -133,12 +130,12 @@ def reference_of(training: Training, run: Path, adapter: Adapter, launcher: Laun
     calibration = found.calibration
     if calibration is None or not calibration.equal:
         problem = "was not compared" if calibration is None else calibration.problem or str(calibration.divergence)
-        raise LifeError(f"reference not reproducible: {problem}")
+        raise InconclusiveError(f"reference not reproducible: {problem}")
     return Reference(trajectory=LegEvidence(record=found.record, folder=run / found.record.folder).trajectory)
 
 
-class Lives:
-    """The lives of one training, one after the other, in ``folder``, whose ``disk`` they share."""
+class AttemptRunner:
+    """Runs the attempts of one training, one after the other, in ``folder``; they share its ``disk``."""
 
     def __init__(
         self,
@@ -151,7 +148,7 @@ class Lives:
         *,
         sabotage: str | None = None,
     ) -> None:
-        """Nothing is started yet. ``folder`` lies in ``run``, the run's folder; ``sabotage`` is put into every life."""
+        """Nothing is started yet. ``folder`` lies in ``run``, the run's folder; ``sabotage`` is installed in every attempt."""
         self._training, self._reference = training, reference
         self.folder, self._run = folder, run
         self._adapter, self._launcher = adapter, launcher
@@ -162,19 +159,19 @@ class Lives:
         """The checkpoint directory."""
         return self.folder / "disk" / _FOLDER
 
-    def live(
+    def run_attempt(
         self,
         leg: str,
         *,
         restore_from: str | None = LATEST,
         fault: LegFault | None = None,
         more: Mapping[str, Any] | None = None,
-    ) -> Life:
-        """Live one life and judge it.
+    ) -> Attempt:
+        """Run one attempt and judge it.
 
         Raises:
-            LifeError: its fault did not fire, or the harness is in trouble.
-            RedError: it is not what it has to be.
+            InconclusiveError: its fault did not fire, or the harness failed.
+            ViolationError: it broke a rule.
         """
         before = self.latest()
         record = run_leg(self._plan(leg, restore_from, fault, more), self._adapter, self._launcher)
@@ -184,20 +181,20 @@ class Lives:
         try:
             last = self._compare(evidence, restored)
         except ComparisonError as error:
-            raise RedError(f"its steps can't be held against the reference: {error}") from error
+            raise ViolationError(f"its steps can't be compared with the reference: {error}") from error
         except EvidenceError as error:
-            raise LifeError(str(error)) from error
+            raise InconclusiveError(str(error)) from error
         self._require_steps(record, last)
-        # What the next life has to find is there.
+        # The checkpoint for the next attempt must exist.
         self.latest()
-        return Life(evidence=evidence, restored=restored, last_step=last)
+        return Attempt(evidence=evidence, restored=restored, last_step=last)
 
     def _require_steps(self, record: LegRecord, last: int) -> None:
         """It trained to the end, or to the step of its fault, on every rank."""
         fault = record.fault
         expected = self._training.until_step if fault is None else fault.after_step
         if (fault is None or fault.moment in _BETWEEN_STEPS) and last != expected:
-            raise RedError(f"the last step that all of its ranks trained is {last}; expected {expected}")
+            raise ViolationError(f"the last step that all of its ranks trained is {last}; expected {expected}")
 
     def _plan(
         self, leg: str, restore_from: str | None, fault: LegFault | None, more: Mapping[str, Any] | None
@@ -220,13 +217,13 @@ class Lives:
         return f"../../disk/{_FOLDER}/{restore_from}"
 
     def latest(self) -> int:
-        """The step that a resume from LATEST has to find, worked out from the disk: the one the pointer names, or the highest.
+        """The step that a resume from LATEST must find, computed from the disk: the one the pointer names, or the highest.
 
         Returns:
             0 where there is no checkpoint.
 
         Raises:
-            RedError: the pointer says no number, or names a checkpoint that is not whole.
+            ViolationError: the pointer holds no number, or names an incomplete checkpoint.
         """
         whole = [
             int(path.parent.name.rpartition("_")[2])
@@ -238,37 +235,37 @@ class Lives:
         except FileNotFoundError:
             return max(whole, default=0)
         if not text.isdigit() or int(text) not in whole:
-            raise RedError(f"the pointer holds {text!r}; whole checkpoints: {sorted(whole)}")
+            raise ViolationError(f"the pointer holds {text!r}; complete checkpoints: {sorted(whole)}")
         return int(text)
 
     def _restored(self, evidence: LegEvidence, restore_from: str | None, latest: int) -> int:
-        """The step that all ranks restored, or were about to: what was asked for."""
+        """The step that all ranks restored, or were about to restore; checked against the requested one."""
         places = [event.data["global_step"] for event in evidence.events("restored", None)]
         begun = evidence.events("begin", None)
         fault = evidence.record.fault
         expected = latest if restore_from == LATEST else int((restore_from or "_0").rpartition("_")[2])
         wanted = [expected] * len(evidence.record.ranks) if expected else []
         if not begun and fault is not None and fault.moment in _WHILE_RESTORING:
-            # Killed before it trained: some ranks have restored, others have not got there.
+            # Killed before it trained: some ranks have restored, others have not yet.
             wanted = wanted[: len(places)]
         if places != wanted or any(event.data["global_step"] != expected for event in begun):
-            raise RedError(f"restored {places or 'nothing'} on its ranks; expected step {expected} on all")
+            raise ViolationError(f"restored {places or 'nothing'} on its ranks; expected step {expected} on all")
         return expected
 
     def _compare(self, evidence: LegEvidence, restored: int) -> int:
-        """Hold every step that all ranks finished against the reference; the last one, or ``restored`` where there is none."""
+        """Compare every step that all ranks finished with the reference; returns the last one, or ``restored`` if there is none."""
         trajectory = _trajectory(evidence)
         last = trajectory.last_common_step() if trajectory.ranks else None
         if last is None or len(trajectory.ranks) < len(evidence.record.ranks):
             return restored
         firsts = {trajectory.first_step(rank) for rank in trajectory.ranks}
         if firsts != {restored + 1}:
-            raise RedError(f"restored step {restored}, and the first step trained is {firsts}")
+            raise ViolationError(f"restored step {restored}, and the first step trained is {firsts}")
         near = _near(self._reference.trajectory, restored + 1, last)
         comparison = compare_trajectories(near, trajectory, restored + 1, last, may_be_constant=("lr",))
         first = comparison.divergence
         if first is not None:
-            raise RedError(
+            raise ViolationError(
                 f"resumed at {restored}, differs at step {first.step}, rank {first.rank}, bucket {first.bucket} "
                 f"({first.column}): {first.resumed} instead of {first.reference}",
                 first,
@@ -276,7 +273,7 @@ class Lives:
         return last
 
     def prune(self, keep: int) -> None:
-        """Delete all step directories but the newest ``keep``: what a retention would do, so that a disk is enough."""
+        """Delete all step directories except the newest ``keep``, as retention would, to save disk space."""
         steps = sorted(
             (path for path in self.checkpoints.glob("global_step_*") if path.is_dir()),
             key=lambda path: int(path.name.rpartition("_")[2]),
@@ -287,31 +284,31 @@ class Lives:
 
 def _require_end(record: LegRecord, evidence: LegEvidence) -> None:
     if record.trouble is not None:
-        raise LifeError(record.trouble)
+        raise InconclusiveError(record.trouble)
     if record.timed_out:
-        raise RedError(f"it hung and was killed after {record.seconds:.0f} s; the stacks are in {record.folder}")
+        raise ViolationError(f"it hung and was killed after {record.seconds:.0f} s; the stacks are in {record.folder}")
     if record.fault is None:
         bad = [f"rank {rank}: {end}" for rank, end in enumerate(record.ranks) if end.exit_code != 0]
         if bad:
-            raise RedError(f"it did not end well: {'; '.join(bad)}; {_told(evidence)}")
+            raise ViolationError(f"it did not end well: {'; '.join(bad)}; {_error_text(evidence)}")
         return
     if record.fault.reached_by != record.fault.awaited:
         error = evidence.error
         if error is not None:
-            raise RedError(f"before its fault: {_told(evidence)}")
-        raise LifeError(f"the fault did not fire: reached by {record.fault.reached_by}, ends {record.ranks}")
-    wrong = struck_otherwise(record, _SIGNALS[record.fault.kind])
+            raise ViolationError(f"before its fault: {_error_text(evidence)}")
+        raise InconclusiveError(f"the fault did not fire: reached by {record.fault.reached_by}, ends {record.ranks}")
+    wrong = unexpected_ends(record, _SIGNALS[record.fault.kind])
     if wrong:
-        raise RedError(f"not every victim died of {_SIGNALS[record.fault.kind]}: {wrong}", is_of_the_kill=True)
+        raise ViolationError(f"not every victim died of {_SIGNALS[record.fault.kind]}: {wrong}", is_about_the_kill=True)
 
 
-def _told(evidence: LegEvidence) -> str:
+def _error_text(evidence: LegEvidence) -> str:
     error = evidence.error
-    return f"{error.data['class']}: {error.data['message']}" if error else "it told no error"
+    return f"{error.data['class']}: {error.data['message']}" if error else "it reported no error"
 
 
 def _trajectory(evidence: LegEvidence) -> Trajectory:
-    """Its records; a life that was killed before its first step has none."""
+    """Its records; an attempt that was killed before its first step has none."""
     try:
         return evidence.trajectory
     except EvidenceError:
