@@ -18,7 +18,7 @@ from reports.judging.verdict import make_verdict
 from reports.reading.costs import commit_of, make_costs
 from reports.reading.frames import Frames, make_frames
 from reports.reading.read import Part, Run
-from reports.reading.scrub import scrub, scrub_command, scrub_environment
+from reports.reading.redact import redact, redact_command, redact_environment
 from reports.reading.unit_tests import UNIT_TESTS_NAME
 
 _MOST_FOCUS = 3
@@ -133,8 +133,8 @@ def _part(part: Part) -> PartEntry:
         adapter=header.adapter,
         versions=header.versions,
         system=header.system,
-        machine={name: scrub(text) for name, text in header.machine.items()},
-        command=scrub_command(header.argv),
+        machine={name: redact(text) for name, text in header.machine.items()},
+        command=redact_command(header.argv),
         started_at=header.started_at,
         seconds=footer.seconds,
         accepted=footer.accepted,
@@ -151,7 +151,7 @@ def _facts(header: HeaderRecord) -> dict[str, str]:
         facts |= {"commit": commit_of(header.source), "dirty": "yes" if is_dirty else "no"}
     if header.packages_digest:
         facts["packages_digest"] = header.packages_digest
-    return facts | {f"environment {name}": text for name, text in scrub_environment(header.environment).items()}
+    return facts | {f"environment {name}": text for name, text in redact_environment(header.environment).items()}
 
 
 def _sabotage(part: Part, one: SabotageRecord) -> SabotageEntry:
@@ -165,7 +165,7 @@ def _sabotage(part: Part, one: SabotageRecord) -> SabotageEntry:
         blamed_bucket=one.blamed_bucket,
         right_bucket=one.right_bucket,
         cases=tuple(one.outcomes),
-        reason=scrub(one.reason),
+        reason=redact(one.reason),
     )
 
 
@@ -180,13 +180,13 @@ def _kill(part: Part, one: KillRecord) -> KillEntry:
         step=one.step,
         rank=one.rank,
         operation=one.operation,
-        what=scrub(one.what) if one.what else None,
+        what=redact(one.what) if one.what else None,
         victims=one.victims,
         last_step=one.last_step,
         resumed_at=one.resumed_at,
         lost_steps=one.lost_steps,
         outcome=one.outcome,
-        reason=scrub(one.reason),
+        reason=redact(one.reason),
         divergence=one.divergence,
         seconds=one.seconds,
     )

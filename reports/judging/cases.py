@@ -16,7 +16,7 @@ from reports.judging.acceptance import sort_key, suite_of
 from reports.judging.ledger import ledger
 from reports.judging.restores import certificates, resumes
 from reports.reading.read import Part, Run
-from reports.reading.scrub import scrub
+from reports.reading.redact import redact
 
 _SAFE = re.compile(r"[^A-Za-z0-9.-]")
 
@@ -90,16 +90,16 @@ def _entry(part: Part, result: ResultRecord, kill: KillEntry | None) -> CaseEntr
         spec=str(case.get("spec", "")),
         why=str(case.get("why", "")),
         outcome=result.outcome,
-        reason=scrub(result.reason),
+        reason=redact(result.reason),
         blamed=result.blamed,
         sabotage=result.sabotage,
         repeat=result.repeat,
-        reproduce=scrub(result.reproduce),
+        reproduce=redact(result.reproduce),
         seconds=result.seconds,
         layout=_layout(case, configured),
         given=tuple(_given(case)),
         configurations=configured,
-        checks=tuple(_scrubbed(check) for check in result.checks),
+        checks=tuple(_redacted(check) for check in result.checks),
         divergence=first_divergence(result) or (kill.divergence if kill else None),
         legs=tuple(_leg(leg) for leg in legs),
         damage=tuple(_damage(fault) for fault in part.of(FaultRecord, result.key)),
@@ -146,13 +146,13 @@ def _leg(leg: LegRecord) -> LegEntry:
         folder=leg.folder,
         launcher=leg.launcher,
         ends=("hung; " if leg.timed_out else "") + _ends(leg.ranks),
-        restore_from=scrub(leg.restore_from) if leg.restore_from else None,
+        restore_from=redact(leg.restore_from) if leg.restore_from else None,
         first_step=min(firsts, default=None),
         last_step=max(lasts, default=None),
         until_step=leg.until_step,
         ranks=len(leg.ranks),
         fault=f"{fault.kind} {fault.moment} {fault.after_step}" if fault else None,
-        trouble=scrub(leg.trouble) if leg.trouble else None,
+        trouble=redact(leg.trouble) if leg.trouble else None,
         seconds=leg.seconds,
     )
 
@@ -164,13 +164,13 @@ def _ends(ranks: tuple[RankEnd, ...]) -> str:
     return ", ".join(f"rank {rank}: {end}" for rank, end in enumerate(ends))
 
 
-def _scrubbed(check: CheckRecord) -> CheckRecord:
-    return replace(check, expected=scrub(check.expected), observed=scrub(check.observed))
+def _redacted(check: CheckRecord) -> CheckRecord:
+    return replace(check, expected=redact(check.expected), observed=redact(check.observed))
 
 
 def _damage(fault: FaultRecord) -> str:
     asked = ", ".join(f"{key} {value}" for key, value in fault.asked.items())
-    return scrub(f"{asked}: {'; '.join(fault.observed)}")
+    return redact(f"{asked}: {'; '.join(fault.observed)}")
 
 
 def _layout(case: Mapping[str, Any], configured: Sequence[Configuration]) -> str:
@@ -202,7 +202,7 @@ def _given(case: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def _flat(value: Any, name: str) -> list[tuple[str, str]]:
     if isinstance(value, Mapping):
         return [row for key, item in value.items() for row in _flat(item, f"{name}.{key}" if name else str(key))]
-    return [(name, scrub(f"{name}={value}").partition("=")[2])]
+    return [(name, redact(f"{name}={value}").partition("=")[2])]
 
 
 def configurations(part: Part, legs: Sequence[LegRecord]) -> tuple[Configuration, ...]:
@@ -227,4 +227,4 @@ def configurations(part: Part, legs: Sequence[LegRecord]) -> tuple[Configuration
 def _setting(name: str, item: _Setting) -> tuple[str, str, str]:
     """One field; a value as JSON writes it, a secret's hidden."""
     text = json.dumps(item.value, ensure_ascii=False)
-    return name, scrub(f"{name}={text}").partition("=")[2], scrub(item.source)
+    return name, redact(f"{name}={text}").partition("=")[2], redact(item.source)
