@@ -293,9 +293,11 @@ def _totals(assembled: Assembled) -> list[dict[str, Any]]:
     """Class E: what each platform requires, and how much of it passed."""
     totals = []
     for place, platform in enumerate(assembled.platforms):
-        # What was run there though nobody asked for it (a soak) is in the matrix, but no part of the sum.
+        # A soak is in the matrix without being required, so it is not in the sum. In a selection a required id that was not
+        # run has a cell without a state.
         cells = [row.cells[place] for row in assembled.report.rows if platform.requires(row.id)]
-        state = worst([str(cell.state) for cell in cells]) if cells else None
+        states = [cell.state for cell in cells if cell.state is not None]
+        state = worst(states) if states else None
         totals.append(
             {
                 "platform": platform.id,
