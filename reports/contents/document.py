@@ -21,10 +21,10 @@ from conformance.storage.records import Storage
 from reports.contents.text import Text
 from reports.reading.costs import CostRun
 
-SCHEMA = "hyper_resume.report/4"
+SCHEMA = "hyper_resume.report/5"
 SCHEMA_FILE = Path(__file__).parents[1] / "schema" / "report.schema.json"
 
-# `passed` is of a selection: all that was run passed, and nobody asked whether that was all.
+# `passed` is of a selection: all that was run passed; whether that was all is not judged.
 State = Literal["accepted", "passed", "refused", "incomplete"]
 # What a cell says, the best first. A cell of several cases says its worst. `missing`: required, and no result is there.
 CELL_STATES = ("pass", "note", "missing", "skipped", "unsupported", "error", "known_fail", "unexpected_pass", "fail")
@@ -116,7 +116,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class DoneEntry:
-    """One line of 9.5 with its evidence."""
+    """One acceptance criterion of the specification with its evidence."""
 
     id: str
     text: Text
@@ -221,7 +221,7 @@ class CaseEntry:
     platform: str
     key: str
     case: str
-    title: str
+    title: Text
     level: str
     spec: str
     why: str

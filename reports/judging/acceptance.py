@@ -1,8 +1,8 @@
-"""What a run is held against: the specification's ids, the definition of done, profiles, and each platform's required ids.
+"""What a run must show: the specification's ids, its acceptance criteria, profiles, and the ids that each platform requires.
 
-The ids that a platform requires are data of two rooms, the matrix (``conformance``) and the system tests (``st``), which share
-ids: D1 is a case of both. A run that was made for a platform tells itself what that required of it; for the others they are
-read from this checkout's YAML. Nothing of those rooms' code is needed for it.
+The ids that a platform requires are data of the matrix (``conformance``) and of the system tests (``st``), which share ids: D1
+is a case of both. The records of a run that was made for a platform name what the platform required then; for the others the
+ids are read from this checkout's YAML. No code of those two packages is needed for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reports.contents.text import Text
 _FILE = Path(__file__).with_name("acceptance.yaml")
 CHECKOUT = Path(results.__file__).parents[2]
 # (suite, platform) -> the required ids, as patterns.
-Told = Mapping[tuple[str, str], tuple[str, ...]]
+Recorded = Mapping[tuple[str, str], tuple[str, ...]]
 # Suite -> where its cases are. A checkout without system tests requires none.
 _SUITES = {"conformance": "cases", "st": "scenarios"}
 
@@ -31,7 +31,7 @@ _SUITES = {"conformance": "cases", "st": "scenarios"}
 class Profile:
     """Which platforms must be complete for a run to be accepted, and whether the sabotages must have been run.
 
-    One that ``is_acceptance`` is not asks for nothing: it only says whether what was run passed.
+    A profile whose ``is_acceptance`` is false requires nothing: it only says whether what was run passed.
     """
 
     title: Text
@@ -42,18 +42,25 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class DoneRule:
-    """One line of 9.5: what must pass where; ``stand_in`` is a platform that shows the same for want of the device.
+    """One acceptance criterion of the specification: ``needs`` are the ids that must pass on each of ``platforms``.
 
-    ``document`` is a file of the checkout that must be there.
+    ``unit_tests``: the unit tests must pass too. ``stand_in``: a platform that shows the same where the device is not there.
+    ``document``: a file of the checkout that must be there. ``one_trainer``: all results must be of one and the same trainer.
     """
 
     id: str
     text: Text
-    needs: tuple[str, ...]
-    platform: str
-    unit_tests: bool
-    stand_in: str | None
-    document: str | None
+    needs: tuple[str, ...] = ()
+    platforms: tuple[str, ...] = ()
+    unit_tests: bool = False
+    stand_in: str | None = None
+    document: str | None = None
+    one_trainer: bool = False
+
+    @property
+    def chapter(self) -> str:
+        """The chapter of the specification that it belongs to: ``9.5`` of ``9.5.1``."""
+        return ".".join(self.id.split(".")[:2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +71,7 @@ class Acceptance:
     platforms: Mapping[str, Text]
     classes: Mapping[str, Text]
     rows: Mapping[str, Text]
+    chapters: Mapping[str, Text]
     done: tuple[DoneRule, ...]
     never_tested: tuple[Text, ...]
 
@@ -93,16 +101,16 @@ def load_acceptance(path: Path = _FILE) -> Acceptance:
     Raises:
         SerialError: it is malformed.
     """
-    return serial.build(Acceptance, _load(path), path.name)
+    return serial.build(Acceptance, _load(path), path.name, defaults=True)
 
 
-def load_platforms(acceptance: Acceptance, told: Told, checkout: Path = CHECKOUT) -> tuple[Platform, ...]:
+def load_platforms(acceptance: Acceptance, recorded: Recorded, checkout: Path = CHECKOUT) -> tuple[Platform, ...]:
     """The platforms of both suites; one that both name is one column.
 
     Args:
         acceptance: for their names.
-        told: what the runs at hand say was required of them, by suite and platform.
-        checkout: whose YAML speaks for all others.
+        recorded: what was required of the runs at hand by their own records, by suite and platform.
+        checkout: its YAML holds what all other platforms require.
     """
     found: dict[str, Platform] = {}
     for suite, cases in _SUITES.items():
@@ -112,7 +120,7 @@ def load_platforms(acceptance: Acceptance, told: Told, checkout: Path = CHECKOUT
         for item in _load(checkout / suite / "platforms.yaml"):
             name, title = item["id"], Text(en=item["title"], zh=item["title"])
             today = expand(item["requires"], known)
-            then = expand(told[suite, name], known) if (suite, name) in told else today
+            then = expand(recorded[suite, name], known) if (suite, name) in recorded else today
             before = found.get(name)
             found[name] = Platform(
                 id=name,
@@ -126,8 +134,8 @@ def load_platforms(acceptance: Acceptance, told: Told, checkout: Path = CHECKOUT
 
 
 def suite_of(header: str, reproduce: str) -> str:
-    """The suite that a result's id belongs to: that of its run's header, and where that is no suite of cases (the controls of
-    a run of sabotages; schema 1 has none) the one whose command runs it again.
+    """The suite that a result's id belongs to: that of its run's header. Where the header names no suite of cases (the controls
+    of a run of sabotages, and every run of schema 1) it is the one whose command runs the case again.
     """
     return header if header in _SUITES else "st" if reproduce.startswith("python -m st ") else "conformance"
 

@@ -1,4 +1,4 @@
-"""Records in, report out: the one place that knows in which order the report's parts are made."""
+"""From records to the report: the one place that knows in which order the report's parts are made."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from conformance.records.results import CalibrationRecord, HeaderRecord, KillRec
 from reports.contents import document
 from reports.contents.document import CaseEntry, KillEntry, PartEntry, Report, SabotageEntry, Verdict
 from reports.contents.text import Text, say
-from reports.judging.acceptance import Acceptance, Platform, Told, load_acceptance, load_platforms
-from reports.judging.cases import anchor_of, make_cases
-from reports.judging.matrix import make_done, make_rows, only_run
+from reports.judging.acceptance import Acceptance, Platform, Profile, Recorded, load_acceptance, load_platforms
+from reports.judging.cases import anchor_of, make_cases, unique
+from reports.judging.matrix import make_done, make_rows, only_run, speaks_for
 from reports.judging.verdict import make_verdict
 from reports.reading.costs import commit_of, make_costs
 from reports.reading.frames import Frames, make_frames
 from reports.reading.read import Part, Run
-from reports.reading.scrub import scrub, scrub_command, scrub_environment
+from reports.reading.redact import redact, redact_command, redact_environment
 from reports.reading.unit_tests import UNIT_TESTS_NAME
 
 _MOST_FOCUS = 3
@@ -44,24 +44,31 @@ class Assembled:
     run: Run
 
 
-def assemble(run: Run, *, profile: str = "accept", title: str | None = None) -> Assembled:
+def assemble(run: Run, *, profile: str | None = "accept", title: str | None = None) -> Assembled:
     """Make the report of a run.
+
+    Args:
+        run: its records.
+        profile: what must be complete; None for the profile that the run is complete enough for, see :func:`profile_of`.
+        title: stands at the top of the page; the trainer's name where there is none.
 
     Raises:
         ReportError: no profile has that name.
     """
     acceptance = load_acceptance()
-    if profile not in acceptance.profiles:
+    if profile is not None and profile not in acceptance.profiles:
         raise ReportError(f"no profile is called {profile!r}; known: {', '.join(acceptance.profiles)}")
-    held_to = acceptance.profiles[profile]
-    platforms = load_platforms(acceptance, _told(run))
-    kills = tuple(_kill(part, one) for part in run.parts for one in part.results.of(KillRecord))
+    platforms = load_platforms(acceptance, _recorded_requirements(run))
+    kills = _kills(run)
     cases = make_cases(run, kills)
-    verdict = make_verdict(run, held_to, platforms, cases, kills)
     sabotages = tuple(_sabotage(part, one) for part in run.parts for one in part.results.of(SabotageRecord))
-    if held_to.is_acceptance:
+    profile = profile or profile_of(acceptance, platforms, cases, has_sabotages=bool(sabotages))
+    chosen = acceptance.profiles[profile]
+    verdict = make_verdict(run, chosen, platforms, cases, kills)
+    if chosen.is_acceptance:
+        trainers = {part.results.header.adapter for part in run.parts}
         rows = make_rows(acceptance, platforms, cases)
-        done = make_done(acceptance.done, platforms, cases, run.tests.get(UNIT_TESTS_NAME))
+        done = make_done(acceptance.done, platforms, cases, run.tests.get(UNIT_TESTS_NAME), trainers)
         not_tested = _not_tested(acceptance, platforms, sabotages, kills, cases)
     else:
         platforms, rows = only_run(platforms, make_rows(acceptance, platforms, cases, all_required=False))
@@ -71,7 +78,7 @@ def assemble(run: Run, *, profile: str = "accept", title: str | None = None) -> 
         schema=document.SCHEMA,
         title=title or ", ".join(sorted({part.results.header.adapter for part in run.parts})),
         profile=profile,
-        is_acceptance=held_to.is_acceptance,
+        is_acceptance=chosen.is_acceptance,
         platforms=tuple(platform.id for platform in platforms),
         verdict=verdict,
         parts=tuple(_part(part) for part in run.parts),
@@ -89,24 +96,52 @@ def assemble(run: Run, *, profile: str = "accept", title: str | None = None) -> 
     return Assembled(report=report, platforms=platforms, frames=make_frames(run), run=run)
 
 
-def _told(run: Run) -> Told:
-    """What the runs say was required of them; where several were made for one platform, all that any of them says."""
-    told: dict[tuple[str, str], tuple[str, ...]] = {}
+def profile_of(
+    acceptance: Acceptance, platforms: Sequence[Platform], cases: Sequence[CaseEntry], *, has_sabotages: bool
+) -> str:
+    """The profile that a run was made for, as far as its results show.
+
+    It is the strictest one that has results of every suite on every platform that it requires, and the selection where no
+    other one does.
+    """
+
+    def has_results(profile: Profile) -> bool:
+        wanted = [platform for platform in platforms if platform.id in profile.platforms]
+        return all(
+            any(case.suite == suite and speaks_for(case, platform) for case in cases)
+            for platform in wanted
+            for suite in {suite for suite, _ in platform.required}
+        )
+
+    known = acceptance.profiles.items()
+    fitting = [
+        name
+        for name, one in known
+        if one.is_acceptance and has_results(one) and (has_sabotages or not one.sabotages)
+    ]
+    # One that also requires sabotages is the stricter of two with the same platforms.
+    fitting.sort(key=lambda name: acceptance.profiles[name].sabotages, reverse=True)
+    return next(iter(fitting), None) or next(name for name, one in known if not one.is_acceptance)
+
+
+def _recorded_requirements(run: Run) -> Recorded:
+    """What was required of the runs by their own records; where several were made for one platform, all of it."""
+    found: dict[tuple[str, str], tuple[str, ...]] = {}
     for part in run.parts:
         header = part.results.header
         if header.required:
-            before = told.get((header.suite, header.platform), ())
-            told[header.suite, header.platform] = tuple(dict.fromkeys((*before, *header.required)))
-    return told
+            before = found.get((header.suite, header.platform), ())
+            found[header.suite, header.platform] = tuple(dict.fromkeys((*before, *header.required)))
+    return found
 
 
 def choose_focus(cases: Sequence[CaseEntry], verdict: Verdict) -> tuple[str, ...]:
-    """The cases that the page opens up: the worst that were found, else the hardest that passed (most ranks, then kills)."""
+    """The cases that are shown in detail: the worst that were found, or the hardest that passed (most ranks, then kills)."""
     by_anchor = {case.anchor: case for case in cases}
     with_legs = [one for one in verdict.findings if one.anchor in by_anchor and by_anchor[str(one.anchor)].legs]
     refusing = [one for one in with_legs if one.weight == "refused"]
     found = [one.anchor for one in refusing or with_legs]
-    # One case a cause: two that part at the same bucket show the same thing twice.
+    # One case for each cause: two that differ first in the same bucket show the same thing.
     chosen: dict[tuple[Any, ...], str] = {}
     for anchor in found:
         case = by_anchor[str(anchor)]
@@ -133,8 +168,8 @@ def _part(part: Part) -> PartEntry:
         adapter=header.adapter,
         versions=header.versions,
         system=header.system,
-        machine={name: scrub(text) for name, text in header.machine.items()},
-        command=scrub_command(header.argv),
+        machine={name: redact(text) for name, text in header.machine.items()},
+        command=redact_command(header.argv),
         started_at=header.started_at,
         seconds=footer.seconds,
         accepted=footer.accepted,
@@ -151,7 +186,7 @@ def _facts(header: HeaderRecord) -> dict[str, str]:
         facts |= {"commit": commit_of(header.source), "dirty": "yes" if is_dirty else "no"}
     if header.packages_digest:
         facts["packages_digest"] = header.packages_digest
-    return facts | {f"environment {name}": text for name, text in scrub_environment(header.environment).items()}
+    return facts | {f"environment {name}": text for name, text in redact_environment(header.environment).items()}
 
 
 def _sabotage(part: Part, one: SabotageRecord) -> SabotageEntry:
@@ -165,13 +200,19 @@ def _sabotage(part: Part, one: SabotageRecord) -> SabotageEntry:
         blamed_bucket=one.blamed_bucket,
         right_bucket=one.right_bucket,
         cases=tuple(one.outcomes),
-        reason=scrub(one.reason),
+        reason=redact(one.reason),
     )
 
 
-def _kill(part: Part, one: KillRecord) -> KillEntry:
+def _kills(run: Run) -> tuple[KillEntry, ...]:
+    found = [(part, one) for part in run.parts for one in part.results.of(KillRecord)]
+    anchors = [anchor_of("kill", part.results.header.platform, one.key, str(one.number)) for part, one in found]
+    return tuple(_kill(part, one, anchor) for (part, one), anchor in zip(found, unique(anchors), strict=True))
+
+
+def _kill(part: Part, one: KillRecord, anchor: str) -> KillEntry:
     return KillEntry(
-        anchor=anchor_of(part.name, f"{one.key}-{one.number}", kind="kill"),
+        anchor=anchor,
         part=part.name,
         key=one.key,
         number=one.number,
@@ -180,13 +221,13 @@ def _kill(part: Part, one: KillRecord) -> KillEntry:
         step=one.step,
         rank=one.rank,
         operation=one.operation,
-        what=scrub(one.what) if one.what else None,
+        what=redact(one.what) if one.what else None,
         victims=one.victims,
         last_step=one.last_step,
         resumed_at=one.resumed_at,
         lost_steps=one.lost_steps,
         outcome=one.outcome,
-        reason=scrub(one.reason),
+        reason=redact(one.reason),
         divergence=one.divergence,
         seconds=one.seconds,
     )

@@ -12,11 +12,12 @@ from conformance.plain_data import serial
 from conformance.records.comparison import Divergence
 from conformance.records.results import CaseRecord, CheckRecord, FaultRecord, LegRecord, RankEnd, ResultRecord
 from reports.contents.document import CaseEntry, Configuration, Epoch, KillEntry, LegEntry
+from reports.contents.titles import title_of
 from reports.judging.acceptance import sort_key, suite_of
 from reports.judging.ledger import ledger
 from reports.judging.restores import certificates, resumes
 from reports.reading.read import Part, Run
-from reports.reading.scrub import scrub
+from reports.reading.redact import redact
 
 _SAFE = re.compile(r"[^A-Za-z0-9.-]")
 
@@ -28,7 +29,7 @@ class _Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Told:
+class _ConfigurationEvent:
     """What a ``configuration`` event holds: each field by its dotted name."""
 
     values: Mapping[str, _Setting]
@@ -37,7 +38,7 @@ class _Told:
 def make_cases(run: Run, kills: Sequence[KillEntry]) -> tuple[CaseEntry, ...]:
     """Every judged case, by id, then by part; controls (see :func:`controls`) are only counted.
 
-    A soak or sweep that failed parts from the reference where the first of its ``kills`` did that tells.
+    The divergence of a soak or sweep that failed is that of the first of its ``kills`` that records one.
     """
     left_out = controls(run)
     found = [
@@ -46,11 +47,13 @@ def make_cases(run: Run, kills: Sequence[KillEntry]) -> tuple[CaseEntry, ...]:
         for result in part.results.of(ResultRecord)
         if part.is_judged(result) and (part.name, result.key) not in left_out
     ]
-    return tuple(sorted(found, key=lambda entry: (sort_key(entry.case), entry.part, entry.key)))
+    found.sort(key=lambda entry: (sort_key(entry.case), entry.part, entry.key))
+    anchors = unique([anchor_of("case", entry.suite, entry.platform, entry.key) for entry in found])
+    return tuple(replace(entry, anchor=anchor) for entry, anchor in zip(found, anchors, strict=True))
 
 
 def controls(run: Run) -> frozenset[tuple[str, str]]:
-    """(part, key) of the clean runs that a run of sabotages is held against, where another part judged the same case too."""
+    """(part, key) of the clean runs that a run of sabotages is compared with, where another part judged the same case too."""
     judged = {result.case for part in run.parts if not part.summed_up for result in part.results.of(ResultRecord)}
     return frozenset(
         (part.name, result.key)
@@ -62,14 +65,31 @@ def controls(run: Run) -> frozenset[tuple[str, str]]:
 
 
 def failed_kill(kills: Sequence[KillEntry], part: str, case: str) -> KillEntry | None:
-    """The kill that tells most of why a soak or sweep is red: the first that failed, one with a divergence before others."""
+    """The kill that best explains why a soak or sweep is red: the first that failed, one with a divergence before others."""
     bad = [kill for kill in kills if (kill.part, kill.key) == (part, case) and kill.outcome not in ("pass", "note")]
     return min(bad, key=lambda kill: (kill.divergence is None, kill.outcome != "fail"), default=None)
 
 
-def anchor_of(part: str, key: str, kind: str = "case") -> str:
-    """The id of something's place on the page: letters, digits, dots and dashes only."""
-    return f"{kind}-" + _SAFE.sub("-", f"{part}-{key}")
+def anchor_of(*words: str) -> str:
+    """The id of a place on the page: letters, digits, dots and dashes only.
+
+    It is made of what stays the same from run to run, so that a link to a case works in the next report too.
+    """
+    return _SAFE.sub("-", "-".join(words))
+
+
+def unique(anchors: Sequence[str]) -> list[str]:
+    """The same anchors with a number behind each one that stands earlier in the list too."""
+    taken: set[str] = set()
+    found = []
+    for anchor in anchors:
+        number, name = 1, anchor
+        while name in taken:
+            number += 1
+            name = f"{anchor}-{number}"
+        taken.add(name)
+        found.append(name)
+    return found
 
 
 def _entry(part: Part, result: ResultRecord, kill: KillEntry | None) -> CaseEntry:
@@ -78,28 +98,29 @@ def _entry(part: Part, result: ResultRecord, kill: KillEntry | None) -> CaseEntr
     own = [leg for leg in legs if _role(leg) != "reference"]
     reference = reference_of(result, legs)
     configured = configurations(part, legs)
+    suite = suite_of(part.results.header.suite, result.reproduce)
     return CaseEntry(
-        anchor=anchor_of(part.name, result.key),
+        anchor="",  # known when all cases are
         part=part.name,
-        suite=suite_of(part.results.header.suite, result.reproduce),
+        suite=suite,
         platform=part.results.header.platform,
         key=result.key,
         case=result.case,
-        title=result.title,
+        title=title_of(suite, result.case, result.title),
         level=result.level,
         spec=str(case.get("spec", "")),
         why=str(case.get("why", "")),
         outcome=result.outcome,
-        reason=scrub(result.reason),
+        reason=redact(result.reason),
         blamed=result.blamed,
         sabotage=result.sabotage,
         repeat=result.repeat,
-        reproduce=scrub(result.reproduce),
+        reproduce=redact(result.reproduce),
         seconds=result.seconds,
         layout=_layout(case, configured),
         given=tuple(_given(case)),
         configurations=configured,
-        checks=tuple(_scrubbed(check) for check in result.checks),
+        checks=tuple(_redacted(check) for check in result.checks),
         divergence=first_divergence(result) or (kill.divergence if kill else None),
         legs=tuple(_leg(leg) for leg in legs),
         damage=tuple(_damage(fault) for fault in part.of(FaultRecord, result.key)),
@@ -127,7 +148,7 @@ def first_divergence(result: ResultRecord) -> Divergence | None:
 
 
 def reference_of(result: ResultRecord, legs: Sequence[LegRecord]) -> LegRecord | None:
-    """The leg that the others are held against: the one that a check names, else the case's reference."""
+    """The leg that the others are compared with: the one that a check names, or the case's reference."""
     names = [str(check.parameters["against"]) for check in result.checks if "against" in check.parameters]
     named = [leg for leg in legs if leg.leg in names]
     return next(iter(named or [leg for leg in legs if _role(leg) == "reference"]), None)
@@ -146,13 +167,13 @@ def _leg(leg: LegRecord) -> LegEntry:
         folder=leg.folder,
         launcher=leg.launcher,
         ends=("hung; " if leg.timed_out else "") + _ends(leg.ranks),
-        restore_from=scrub(leg.restore_from) if leg.restore_from else None,
+        restore_from=redact(leg.restore_from) if leg.restore_from else None,
         first_step=min(firsts, default=None),
         last_step=max(lasts, default=None),
         until_step=leg.until_step,
         ranks=len(leg.ranks),
         fault=f"{fault.kind} {fault.moment} {fault.after_step}" if fault else None,
-        trouble=scrub(leg.trouble) if leg.trouble else None,
+        trouble=redact(leg.trouble) if leg.trouble else None,
         seconds=leg.seconds,
     )
 
@@ -164,24 +185,24 @@ def _ends(ranks: tuple[RankEnd, ...]) -> str:
     return ", ".join(f"rank {rank}: {end}" for rank, end in enumerate(ends))
 
 
-def _scrubbed(check: CheckRecord) -> CheckRecord:
-    return replace(check, expected=scrub(check.expected), observed=scrub(check.observed))
+def _redacted(check: CheckRecord) -> CheckRecord:
+    return replace(check, expected=redact(check.expected), observed=redact(check.observed))
 
 
 def _damage(fault: FaultRecord) -> str:
     asked = ", ".join(f"{key} {value}" for key, value in fault.asked.items())
-    return scrub(f"{asked}: {'; '.join(fault.observed)}")
+    return redact(f"{asked}: {'; '.join(fault.observed)}")
 
 
 def _layout(case: Mapping[str, Any], configured: Sequence[Configuration]) -> str:
-    """Ranks and parallel layout in words: as the program told it, else of the case as it was written."""
+    """Ranks and parallel layout in words: as the program reported it, or as the case asks for it."""
     given = case.get("given") or {}
     ranks = int(given.get("world_size", 1))
     if ranks == 1:
         return "1 rank"
     if given.get("config") is not None:
-        told = {name: value for name, value, _ in configured[0].rows} if configured else {}
-        tensor = int(told.get("accelerator.tp_size", 0))
+        reported = {name: value for name, value, _ in configured[0].rows} if configured else {}
+        tensor = int(reported.get("accelerator.tp_size", 0))
         if tensor < 2:
             return f"{ranks} ranks, {'FSDP2' if tensor else given['config']}"
         return f"{ranks} ranks, TP {tensor} × FSDP2 {ranks // tensor}"
@@ -202,18 +223,18 @@ def _given(case: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def _flat(value: Any, name: str) -> list[tuple[str, str]]:
     if isinstance(value, Mapping):
         return [row for key, item in value.items() for row in _flat(item, f"{name}.{key}" if name else str(key))]
-    return [(name, scrub(f"{name}={value}").partition("=")[2])]
+    return [(name, redact(f"{name}={value}").partition("=")[2])]
 
 
 def configurations(part: Part, legs: Sequence[LegRecord]) -> tuple[Configuration, ...]:
-    """What the legs' programs ran with, as rank 0 told; of a later leg only what the first one had not."""
+    """What the legs' programs ran with, as rank 0 reported it; of a later leg only what the first one had not."""
     found: list[Configuration] = []
     first: dict[str, tuple[str, str, str]] = {}
     for leg in legs:
-        told = [one for one in part.events.get(leg.folder, ()) if one.kind == "configuration" and one.rank == 0]
-        if not told:
+        events = [one for one in part.events.get(leg.folder, ()) if one.kind == "configuration" and one.rank == 0]
+        if not events:
             continue
-        values = serial.build(_Told, told[0].data, f"{part.name}: {leg.folder}: configuration").values
+        values = serial.build(_ConfigurationEvent, events[0].data, f"{part.name}: {leg.folder}: configuration").values
         rows = {name: _setting(name, item) for name, item in values.items()}
         if not first:
             first = rows
@@ -227,4 +248,4 @@ def configurations(part: Part, legs: Sequence[LegRecord]) -> tuple[Configuration
 def _setting(name: str, item: _Setting) -> tuple[str, str, str]:
     """One field; a value as JSON writes it, a secret's hidden."""
     text = json.dumps(item.value, ensure_ascii=False)
-    return name, scrub(f"{name}={text}").partition("=")[2], scrub(item.source)
+    return name, redact(f"{name}={text}").partition("=")[2], redact(item.source)

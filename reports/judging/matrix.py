@@ -1,12 +1,10 @@
-"""The matrix: the specification's ids, and the classes beyond it, against the platforms; and the lines of 9.5."""
+"""The matrix of ids and platforms, and the acceptance criteria of the specification."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
 from reports.contents.document import CELL_STATES, CaseEntry, Cell, DoneEntry, Row
 from reports.contents.text import Text, same, say
 from reports.judging.acceptance import CHECKOUT, Acceptance, DoneRule, Platform, base_of, matches, sort_key
@@ -72,16 +70,14 @@ def required_states(platform: Platform, cases: Sequence[CaseEntry]) -> Mapping[t
 
 
 def worst(states: Sequence[str]) -> str:
-    """The worst of some states."""
+    """The worst of some states, of which there must be one."""
     return max(states, key=CELL_STATES.index)
 
 
 def _title(name: str, cases: Sequence[CaseEntry]) -> Text:
-    """An id that the specification lacks has the title of its case; one of several cases just counts them."""
-    if len(cases) == 1:
-        return same(cases[0].title)
-    exact = [case for case in cases if case.case == name]
-    return same(exact[0].title if exact else cases[0].title if cases else "")
+    """The title of an id that the specification does not have: that of the case with this very id, else of the first one."""
+    titles = [case.title for case in cases if case.case == name] or [case.title for case in cases]
+    return titles[0] if titles else same("")
 
 
 def _cell(name: str, platform: Platform, cases: Sequence[CaseEntry], all_required: bool) -> Cell:
@@ -90,17 +86,20 @@ def _cell(name: str, platform: Platform, cases: Sequence[CaseEntry], all_require
     if required:
         own = [case for case in own if (case.suite, case.case) in required]
     else:
-        # What was run on this very platform though nobody asked for it is still shown.
+        # What was run on this very platform without being required is still shown.
         own = [case for case in own if case.platform == platform.id]
-    ran = {(case.suite, case.case) for case in own}
-    lacking = [one for one in required if one not in ran] if all_required else []
-    states = [case.outcome for case in own] + ["missing"] * len(lacking)
+    outcomes: dict[tuple[str, str], list[str]] = {}
+    for case in own:
+        outcomes.setdefault((case.suite, case.case), []).append(case.outcome)
+    lacking = [one for one in required if one not in outcomes] if all_required else []
+    # An id with several results counts once, with its worst one.
+    states = [worst(found) for found in outcomes.values()] + ["missing"] * len(lacking)
     state = worst(states) if states else None
     return Cell(
         platform=platform.id,
         state=state,
         reason=_reason(state, platform, own),
-        passed=sum(case.outcome in ("pass", "note") for case in own),
+        passed=sum(one in ("pass", "note") for one in states),
         total=len(states),
         anchors=tuple(case.anchor for case in sorted(own, key=lambda case: -CELL_STATES.index(case.outcome))),
         lacking=tuple(f"{suite}:{case_id}" for suite, case_id in lacking),
@@ -115,7 +114,7 @@ def _reason(state: str | None, platform: Platform, cases: Sequence[CaseEntry]) -
     return _REASON_OF.get(state or "")
 
 
-# ---- 9.5 ------------------------------------------------------------------------------------------------------------
+# ---- acceptance criteria ----------------------------------------------------------------------------------------------
 
 
 def make_done(
@@ -123,12 +122,22 @@ def make_done(
     platforms: Sequence[Platform],
     cases: Sequence[CaseEntry],
     unit_tests: UnitTests | None,
+    trainers: Collection[str],
     checkout: Path = CHECKOUT,
 ) -> tuple[DoneEntry, ...]:
-    """Each line of 9.5: met, not met, or not run on this platform, with what shows it. Documents are of ``checkout``."""
+    """Each acceptance criterion: met, not met, or not run on its platforms, with what shows it.
+
+    Args:
+        rules: the criteria.
+        platforms: all platforms, with what each requires.
+        cases: all judged cases; those under a sabotage show nothing here.
+        unit_tests: counts of the unit tests, where there is a record of them.
+        trainers: the names of the trainers that the results are of.
+        checkout: where the documents are looked for.
+    """
     by_id = {platform.id: platform for platform in platforms}
     clean = [case for case in cases if case.sabotage is None]
-    return tuple(_with_document(rule, _done(rule, by_id, clean, unit_tests), checkout) for rule in rules)
+    return tuple(_done(rule, by_id, clean, unit_tests, sorted(trainers), checkout) for rule in rules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +149,10 @@ class _Shown:
     passed: int
     failed: tuple[CaseEntry, ...]
     cases: tuple[CaseEntry, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        return self.passed == self.total > 0
 
     @property
     def words(self) -> Text:
@@ -156,51 +169,47 @@ def _show(needs: Sequence[str], platform: Platform, cases: Sequence[CaseEntry]) 
 
 
 def _done(
-    rule: DoneRule, platforms: Mapping[str, Platform], cases: Sequence[CaseEntry], unit_tests: UnitTests | None
+    rule: DoneRule,
+    platforms: Mapping[str, Platform],
+    cases: Sequence[CaseEntry],
+    unit_tests: UnitTests | None,
+    trainers: Sequence[str],
+    checkout: Path,
 ) -> DoneEntry:
-    here = _show(rule.needs, platforms[rule.platform], cases)
-    evidence = here.words
-    state: Any = "not_met" if here.failed else "met" if here.passed == here.total > 0 else "not_run"
+    shown = [_show(rule.needs, platforms[name], cases) for name in rule.platforms]
+    evidence = [one.words for one in shown]
+    # Each condition is met (True), not met (False), or not known (None).
+    conditions = [False if one.failed else True if one.is_complete else None for one in shown]
     if rule.unit_tests:
-        evidence = say(
-            "{before}; unit tests: {counts}", "{before}；UT：{counts}", before=evidence, counts=_counts(unit_tests)
-        )
-        if unit_tests is not None and not unit_tests.good:
-            state = "not_met"
-        elif unit_tests is None and state == "met":
-            state = "not_run"
-    if rule.stand_in is not None and state == "not_run":
+        evidence.append(say("unit tests: {counts}", "UT：{counts}", counts=_counts(unit_tests)))
+        conditions.append(unit_tests.good if unit_tests is not None else None)
+    if rule.stand_in is not None and None in conditions and False not in conditions:
         there = _show(rule.needs, platforms[rule.stand_in], cases)
-        evidence = say("{before}; stand-in {there}", "{before}；替代平台 {there}", before=evidence, there=there.words)
-        here = here if here.cases else there
+        evidence.append(say("stand-in {there}", "替代平台 {there}", there=there.words))
+        shown.append(there)
+    if rule.document is not None:
+        path = checkout / rule.document
+        is_there = path.is_file() and bool(path.read_text(encoding="utf-8").strip())
+        words = ("{name} is there", "{name} 已具备") if is_there else ("{name} is missing", "缺少 {name}")
+        evidence.append(say(*words, name=rule.document))
+        conditions.append(is_there)
+    if rule.one_trainer:
+        names = ", ".join(trainers)
+        evidence.append(say("all results are of {names}", "全部结果来自 {names}", names=names))
+        conditions.append(len(trainers) == 1)
+    own = [case for one in shown for case in one.failed] or [case for one in shown for case in one.cases]
     return DoneEntry(
         id=rule.id,
         text=rule.text,
-        state=state,
-        evidence=evidence,
-        anchors=tuple(case.anchor for case in (here.failed or here.cases)[:12]),
-    )
-
-
-def _with_document(rule: DoneRule, entry: DoneEntry, checkout: Path) -> DoneEntry:
-    """The line with its document, where it needs one: what the cases pin must be written down too."""
-    if rule.document is None:
-        return entry
-    path = checkout / rule.document
-    is_there = path.is_file() and bool(path.read_text(encoding="utf-8").strip())
-    told = say("{name} is there", "{name} 已具备", name=rule.document) if is_there else say(
-        "{name} is missing", "缺少 {name}", name=rule.document
-    )  # fmt: skip
-    return replace(
-        entry,
-        state=entry.state if is_there else "not_met",
-        evidence=say("{before}; {told}", "{before}；{told}", before=entry.evidence, told=told),
+        state="not_met" if False in conditions else "not_run" if None in conditions else "met",
+        evidence=Text(en="; ".join(one.en for one in evidence), zh="；".join(one.zh for one in evidence)),
+        anchors=tuple(dict.fromkeys(case.anchor for case in own))[:12],
     )
 
 
 def _counts(unit_tests: UnitTests | None) -> Text:
     if unit_tests is None:
-        return say("no record of them beside these results", "结果目录中没有其记录")
+        return say("the results folder has no record of them", "结果目录中没有其记录")
     return say(
         "{tests} run, {bad} failed, {skipped} skipped", "共 {tests} 项，失败 {bad}，跳过 {skipped}",
         tests=unit_tests.tests, bad=unit_tests.failures + unit_tests.errors, skipped=unit_tests.skipped,

@@ -11,7 +11,7 @@ from conformance.records.evidence import Event
 from conformance.records.results import BUCKETS, LegRecord
 from reports.contents.document import BucketCell, Certificate, Resume
 from reports.reading.read import Part
-from reports.reading.scrub import scrub
+from reports.reading.redact import redact
 
 Snapshot = Mapping[str, Mapping[str, str]]
 # Said by torch about every single-process run; it is no news of a restore.
@@ -90,7 +90,7 @@ def _warnings(events: Sequence[Event]) -> tuple[str, ...]:
         if event.kind == "log" and event.data.get("level") == "WARNING" and event.rank not in begun:
             message = str(event.data.get("message", "")).strip()
             if _NOISE not in message:
-                found.setdefault(scrub(message))
+                found.setdefault(redact(message))
     return tuple(found)
 
 

@@ -25,7 +25,7 @@ from reports.judging.cases import failed_kill
 from reports.judging.matrix import required_states
 from reports.reading.costs import commit_of
 from reports.reading.read import Run
-from reports.reading.scrub import scrub
+from reports.reading.redact import redact
 from reports.reading.unit_tests import UnitTests
 
 # The worst first; within a kind, in the order of the cases.
@@ -304,7 +304,7 @@ def _storage_findings(storage: Storage) -> Iterator[Finding]:
         if part.status in ("missing", "error"):
             yield _finding("error", part.name, say(
                 "{what}: the proof broke off: {reason}.", "{what}：证明未能完成：{reason}。",
-                what=part.name, reason=scrub(part.reason) or part.status,
+                what=part.name, reason=redact(part.reason) or part.status,
             ), "storage")  # fmt: skip
 
 
@@ -315,7 +315,7 @@ def _cost_findings(costs: Mapping[str, Benchmarks]) -> Iterator[Finding]:
             what = f"{one.benchmark}, {one.point}"
             yield _finding("error", what, say(
                 "{what}: the benchmark broke off: {reason}.", "{what}：基准测试未能完成：{reason}。",
-                what=what, reason=_short(scrub(one.reason).strip()),
+                what=what, reason=_short(redact(one.reason).strip()),
             ), "costs")  # fmt: skip
 
 
@@ -326,7 +326,7 @@ def _part_findings(run: Run, profile: Profile, cases: Sequence[CaseEntry]) -> It
         if not one.caught:
             yield _finding("sabotage_missed", one.id, say(
                 "The sabotage {name} ({title}) was not noticed: {reason}.", "破坏 {name}（{title}）未被发现：{reason}。",
-                name=one.id, title=one.title, reason=scrub(one.reason) or part.name,
+                name=one.id, title=one.title, reason=redact(one.reason) or part.name,
             ), "sabotages")  # fmt: skip
     if profile.sabotages and not sabotages:
         yield _finding("no_sabotages", profile.title.en, say(
@@ -339,7 +339,7 @@ def _part_findings(run: Run, profile: Profile, cases: Sequence[CaseEntry]) -> It
                 yield _finding("calibration", pair.signature, say(
                     "{part}: two uninterrupted runs of one training differ ({reason}), so nothing exact can be judged there.",
                     "{part}：同一训练的两次未中断运行不一致（{reason}），无法做精确判定。",
-                    part=part.name, reason=scrub(pair.problem or (pair.divergence.column if pair.divergence else "")),
+                    part=part.name, reason=redact(pair.problem or (pair.divergence.column if pair.divergence else "")),
                 ))  # fmt: skip
         explained = any(case.part == part.name and case.outcome not in ("pass", "note") for case in cases)
         explained |= any(not one.caught for one in part.results.of(SabotageRecord))
@@ -349,5 +349,5 @@ def _part_findings(run: Run, profile: Profile, cases: Sequence[CaseEntry]) -> It
         if not part.results.footer.accepted and not explained:
             yield _finding("footer" if results else "empty", part.name, say(
                 "{part}: {reason}", "{part}：{reason}",
-                part=part.name, reason=scrub("; ".join(part.results.footer.reasons)) or "its footer says: not accepted",
+                part=part.name, reason=redact("; ".join(part.results.footer.reasons)) or "its footer says: not accepted",
             ))  # fmt: skip

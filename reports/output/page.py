@@ -25,10 +25,10 @@ from reports.judging.cases import controls, failed_kill
 from reports.judging.differences import distance
 from reports.judging.history import Trend
 from reports.judging.matrix import worst
+from reports.output.case_detail import make_detail
+from reports.output.compact import compact
 from reports.output.costs_page import STATES, show
-from reports.output.opened_case import make_depth
 from reports.output.series import make_series, pack
-from reports.output.squeeze import squeeze
 from reports.reading.costs import CostRun
 
 _TEMPLATES = Path(__file__).parents[1] / "templates"
@@ -49,7 +49,7 @@ _VERDICT_ICONS = {"accepted": "✓", "passed": "✓", "refused": "✕", "incompl
 
 def render(assembled: Assembled, trend: Trend | None = None) -> str:
     """The page's HTML; the same for the same records (and the same history)."""
-    return squeeze(render_whole(assembled, trend))
+    return compact(render_whole(assembled, trend))
 
 
 def render_whole(assembled: Assembled, trend: Trend | None = None) -> str:
@@ -60,8 +60,8 @@ def render_whole(assembled: Assembled, trend: Trend | None = None) -> str:
     series = make_series(assembled.frames.steps, report.cases)
     parts = {part.name: part for part in assembled.run.parts}
     by_anchor = {case.anchor: case for case in report.cases}
-    depths = [
-        make_depth(parts[by_anchor[anchor].part], by_anchor[anchor], series, number=number)
+    details = [
+        make_detail(parts[by_anchor[anchor].part], by_anchor[anchor], series, number=number)
         for number, anchor in enumerate(report.focus, start=1)
     ]
     packed = pack(series, report.cases)
@@ -85,7 +85,7 @@ def render_whole(assembled: Assembled, trend: Trend | None = None) -> str:
         buckets=list(BUCKETS),
         configured=_configured(report),
         runs_of=_runs_of,
-        depths=depths,
+        details=details,
         case_groups=_case_groups(report.cases),
         by_anchor=by_anchor,
         costs=[(run, show(run)) for run in report.costs],
@@ -224,7 +224,7 @@ def _absent(assembled: Assembled, trend: Trend | None) -> frozenset[str]:
     there = {
         "matrix": report.rows,
         "done": report.done,
-        "in_depth": report.focus,
+        "details": report.focus,
         "sabotages": report.sabotages,
         "kills": report.kills,
         "storage": storage,
@@ -245,7 +245,7 @@ class Shown:
 
 
 def _configured(report: Report) -> dict[str, list[Shown]]:
-    """What each case shows of its configurations: the first one whole (that of a case in depth if any), others what is new."""
+    """What each case shows of its configurations: the first one whole (that of a case in detail if any), others what is new."""
     cases = sorted(
         (case for case in report.cases if case.configurations), key=lambda case: case.anchor not in report.focus
     )
@@ -293,9 +293,11 @@ def _totals(assembled: Assembled) -> list[dict[str, Any]]:
     """Class E: what each platform requires, and how much of it passed."""
     totals = []
     for place, platform in enumerate(assembled.platforms):
-        # What was run there though nobody asked for it (a soak) is in the matrix, but no part of the sum.
+        # A soak is in the matrix without being required, so it is not in the sum. In a selection a required id that was not
+        # run has a cell without a state.
         cells = [row.cells[place] for row in assembled.report.rows if platform.requires(row.id)]
-        state = worst([str(cell.state) for cell in cells]) if cells else None
+        states = [cell.state for cell in cells if cell.state is not None]
+        state = worst(states) if states else None
         totals.append(
             {
                 "platform": platform.id,

@@ -28,7 +28,7 @@ from benchmarks.reporting.records import (
 )
 from conformance.records.results import FILE_NAME as RESULTS_NAME
 from conformance.records.trajectory import RecordError
-from reports.reading.scrub import scrub, scrub_command, scrub_environment
+from reports.reading.redact import redact, redact_command, redact_environment
 
 # Of what a figure holds; another version of Python may round the last bit otherwise.
 _NUMBERS = ("median", "least", "most", "lower_quartile", "upper_quartile")
@@ -193,11 +193,11 @@ def _run(name: str, report: Report, commits: Collection[str]) -> CostRun:
         is_other_commit=bool(commits) and set(commits) != {commit},
         versions=header.versions,
         system=header.system,
-        machine={name: scrub(text) for name, text in header.machine.items()},
+        machine={name: redact(text) for name, text in header.machine.items()},
         threads=header.threads,
         packages_digest=header.packages_digest,
-        environment=scrub_environment(header.environment),
-        command=scrub_command(header.argv),
+        environment=redact_environment(header.environment),
+        command=redact_command(header.argv),
         started_at=header.started_at,
         seconds=report.footer.seconds,
         benchmarks=tuple(_cost(name, title, report) for name, title in header.benchmarks.items()),
@@ -206,7 +206,7 @@ def _run(name: str, report: Report, commits: Collection[str]) -> CostRun:
 
 def _cost(name: str, title: str, report: Report) -> Cost:
     measured = [one for one in report.of(MeasurementRecord) if one.benchmark == name]
-    figures = [replace(one, reason=scrub(one.reason)) for one in report.of(FigureRecord) if one.benchmark == name]
+    figures = [replace(one, reason=redact(one.reason)) for one in report.of(FigureRecord) if one.benchmark == name]
     return Cost(
         name=name,
         title=title,
@@ -216,9 +216,9 @@ def _cost(name: str, title: str, report: Report) -> Cost:
         figures=tuple(sorted(figures, key=lambda one: one.status == "no goal")),
         growths=tuple(one for one in report.of(GrowthRecord) if one.benchmark == name),
         absences=tuple(
-            replace(one, reason=scrub(one.reason)) for one in report.of(AbsenceRecord) if one.benchmark == name
+            replace(one, reason=redact(one.reason)) for one in report.of(AbsenceRecord) if one.benchmark == name
         ),
         failures=tuple(
-            replace(one, reason=scrub(one.reason)) for one in report.of(FailureRecord) if one.benchmark == name
+            replace(one, reason=redact(one.reason)) for one in report.of(FailureRecord) if one.benchmark == name
         ),
     )

@@ -417,7 +417,7 @@
   Viewer.count = 0;
 
   const start = (box) => { if (!viewers.has(box) && caseOf(box)) viewers.set(box, new Viewer(box)); };
-  for (const box of document.querySelectorAll(".depth .viewer")) start(box);
+  for (const box of document.querySelectorAll(".detail .viewer")) start(box);
   for (const details of document.querySelectorAll("details.case")) {
     details.addEventListener("toggle", () => { if (details.open) for (const box of details.querySelectorAll(".viewer")) start(box); });
   }

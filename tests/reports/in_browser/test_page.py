@@ -80,7 +80,7 @@ def test_a_link_from_elsewhere_opens_the_case_too(page: Page, refused: str) -> N
 
 
 def chart(page: Page) -> Locator:
-    return page.locator(".depth .viewer svg.chart").first
+    return page.locator(".detail .viewer svg.chart").first
 
 
 def point_at(page: Page, step: int, last: int) -> None:
@@ -94,7 +94,7 @@ def point_at(page: Page, step: int, last: int) -> None:
 
 
 def readout(page: Page, leg: str, metric: str) -> str:
-    return page.locator(f'.depth .readout [data-leg="{leg}"][data-metric="{metric}"]').first.inner_text()
+    return page.locator(f'.detail .readout [data-leg="{leg}"][data-metric="{metric}"]').first.inner_text()
 
 
 def test_pointing_at_a_step_shows_the_exact_values_of_every_leg(page: Page, accepted: str) -> None:
@@ -143,17 +143,17 @@ def test_dragging_zooms_in_and_a_double_click_shows_all_again(page: Page, long: 
 
 def test_a_spike_of_one_step_in_ten_thousand_is_drawn_and_found_by_the_keyboard(page: Page, long: str) -> None:
     page.goto(long)
-    apart = page.locator('.depth figure[data-metric="loss"] svg.chart').nth(1)
+    apart = page.locator('.detail figure[data-metric="loss"] svg.chart').nth(1)
     path = apart.locator("path.curve.resumed-a").get_attribute("d") or ""
     heights = [float(height) for height in re.findall(r"[ML][0-9.]+ ([0-9.]+)", path)]
     assert 1_000 < len(heights) < 3_000
     assert sum(height != heights[0] for height in heights) == 1
     chart(page).focus()
     page.keyboard.press("End")
-    assert "step 10000" in page.locator(".depth .readout").inner_text()
+    assert "step 10000" in page.locator(".detail .readout").inner_text()
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("Home")
-    assert "step 1\n" in page.locator(".depth .readout").inner_text() + "\n"
+    assert "step 1\n" in page.locator(".detail .readout").inner_text() + "\n"
     page.keyboard.press("+")
     assert max(ticks(page)) < 10_000
     page.keyboard.press("0")
@@ -163,7 +163,7 @@ def test_a_spike_of_one_step_in_ten_thousand_is_drawn_and_found_by_the_keyboard(
 def test_the_log_scale_changes_the_axis_and_not_the_values(page: Page, accepted: str) -> None:
     page.goto(accepted)
     before = chart(page).locator("text.tick").all_text_contents()
-    page.locator(".depth .viewer .log").check()
+    page.locator(".detail .viewer .log").check()
     assert chart(page).locator("text.tick").all_text_contents() != before
     point_at(page, 7, 12)
     assert readout(page, "reference", "loss") == f"reference loss {loss(7)!r}"
@@ -171,7 +171,7 @@ def test_the_log_scale_changes_the_axis_and_not_the_values(page: Page, accepted:
 
 def test_another_rank_is_chosen_by_its_number(page: Page, accepted: str) -> None:
     page.goto(accepted)
-    page.locator(".depth .viewer select.rank").select_option("3")
+    page.locator(".detail .viewer select.rank").select_option("3")
     point_at(page, 7, 12)
     assert readout(page, "reference", "loss") == f"reference loss {loss(7, 3)!r}"
 
@@ -183,7 +183,7 @@ def test_the_language_switch_changes_every_word_and_is_kept(page: Page, refused:
     assert "第 6 步" in page.locator("#verdict-sentence").inner_text()
     assert page.locator("#matrix").inner_text() == "矩阵"
     assert page.locator("html").get_attribute("lang") == "zh-Hans"
-    assert "放大" in page.locator(".depth .viewer .bar").first.inner_text()
+    assert "放大" in page.locator(".detail .viewer .bar").first.inner_text()
     page.reload()
     assert page.locator("#verdict-word").inner_text() == "不通过"
     page.get_by_role("button", name="English").click()
@@ -258,7 +258,7 @@ def test_without_a_script_verdict_matrix_and_curves_are_still_there(browser: Bro
     page.goto(refused)
     assert page.locator("#verdict-word").inner_text() == "REFUSED"
     assert page.locator(".matrix .fail").first.is_visible()
-    assert page.locator(".depth .viewer svg.chart").first.is_visible()
+    assert page.locator(".detail .viewer svg.chart").first.is_visible()
     assert not page.locator(".switches").is_visible()
     page.goto(refused + "#case-run-1-D1")
     assert page.locator("#case-run-1-D1").is_visible()
@@ -269,9 +269,9 @@ def test_what_is_printed_is_light_and_has_no_controls(page: Page, refused: str) 
     page.emulate_media(media="print", color_scheme="dark")
     page.goto(refused)
     assert background(page) == "rgb(255, 255, 255)"
-    for name in (".switches", ".contents", ".depth .viewer .bar", ".command .copy", ".readout"):
+    for name in (".switches", ".contents", ".detail .viewer .bar", ".command .copy", ".readout"):
         assert not page.locator(name).first.is_visible(), name
-    assert page.locator(".depth .viewer svg.chart").first.is_visible()
+    assert page.locator(".detail .viewer svg.chart").first.is_visible()
     printed = page.pdf(format="A4", print_background=True)
     assert printed.startswith(b"%PDF")
     pages = len(re.findall(rb"/Type\s*/Page\b", printed))
@@ -292,9 +292,9 @@ def test_the_line_that_runs_a_case_again_is_copied(browser: Browser, refused: st
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"], offline=True)
     page = context.new_page()
     page.goto(refused)
-    page.locator(".depth .copy").first.click()
-    page.locator(".depth .copy").first.filter(has_text="Copied").wait_for()
-    assert page.evaluate("navigator.clipboard.readText()") == page.locator(".depth .command code").first.inner_text()
+    page.locator(".detail .copy").first.click()
+    page.locator(".detail .copy").first.filter(has_text="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == page.locator(".detail .command code").first.inner_text()
     context.close()
 
 

@@ -21,7 +21,7 @@ from reports.judging.assemble import assemble
 from reports.judging.differences import distance, grid, ulps
 from reports.output.timeline import draw_timeline, lanes
 from reports.reading.read import read_run
-from reports.reading.scrub import scrub, scrub_command, scrub_environment
+from reports.reading.redact import redact, redact_command, redact_environment
 from tests.reports.formulas import samples
 from tests.reports.run_folder import RunFolder, wrong_stream
 
@@ -256,18 +256,18 @@ def test_what_is_no_number_has_no_distance(column: str, reference: str, resumed:
     ],
 )
 def test_paths_of_a_machine_and_secrets_are_hidden(text: str, shown: str) -> None:
-    assert scrub(text) == shown
+    assert redact(text) == shown
 
 
 def test_the_value_behind_a_secret_option_is_hidden() -> None:
-    assert scrub_command(["run", "--hub-token", "abc", "--results", "/tmp/x/y"]) == (
+    assert redact_command(["run", "--hub-token", "abc", "--results", "/tmp/x/y"]) == (
         "run --hub-token (hidden) --results …/x/y"
     )
 
 
 def test_of_the_environment_only_what_is_known_is_shown() -> None:
     environment = {"OMP_NUM_THREADS": "1", "HF_TOKEN": "abc", "AWS_THING": "x", "RANK": "0", "HOME": "/home/me"}
-    assert scrub_environment(environment) == {"HF_TOKEN": "(hidden)", "OMP_NUM_THREADS": "1", "RANK": "0"}
+    assert redact_environment(environment) == {"HF_TOKEN": "(hidden)", "OMP_NUM_THREADS": "1", "RANK": "0"}
 
 
 def test_step_numbers_above_saves_never_write_over_each_other(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_its_page_speaks_of_what_was_run_alone(tmp_path: Path) -> None:
     assert "ACCEPTED" not in words
     assert "not run" not in words
     ids = {value for _, name, value in page.attributes if name == "id"}
-    assert {"matrix", "in_depth", "provenance", "not_tested", "cases"} <= ids
+    assert {"matrix", "details", "provenance", "not_tested", "cases"} <= ids
     assert not {"done", "sabotages", "kills", "storage", "trend"} & ids
     assert {link.removeprefix("#") for link in page.values("a", "href")} <= ids
 

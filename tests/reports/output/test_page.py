@@ -32,7 +32,7 @@ def accepted(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_sections_come_in_the_order_in_which_they_are_read(refused: str) -> None:
     sections = [
-        "verdict-word", "matrix", "done", "in_depth", "timeline-1", "curves-1", "divergence-1", "sabotages", "kills",
+        "verdict-word", "matrix", "done", "details", "timeline-1", "curves-1", "divergence-1", "sabotages", "kills",
         "storage", "costs", "provenance", "trend", "not_tested", "cases",
     ]  # fmt: skip
     ids = [value for _, name, value in Page(refused).attributes if name == "id"]
@@ -49,12 +49,12 @@ def test_the_first_screen_leads_to_case_step_rank_and_bucket(refused: str) -> No
 
 def test_the_depth_of_a_refused_run_shows_both_values_and_which_rank_parts(refused: str) -> None:
     text = Page(refused).text
-    depth = text[text.index("In depth") : text.index("Sabotages Defects")]
-    assert "reference cc000602" in depth
-    assert "resumed cc000600" in depth
-    assert "rng rng_state equal equal from step 6 rng.torch_cpu 7/7 equal" in depth
-    assert "Without a difference : samples, lr, grad_norm, optimizer, model" in depth
-    assert "torch_cpu 000502 → 000500" in depth
+    detail = text[text.index("Case details the worst") : text.index("Sabotages Defects")]
+    assert "reference cc000602" in detail
+    assert "resumed cc000600" in detail
+    assert "rng rng_state equal equal from step 6 rng.torch_cpu 7/7 equal" in detail
+    assert "Without a difference : samples, lr, grad_norm, optimizer, model" in detail
+    assert "torch_cpu 000502 → 000500" in detail
 
 
 def test_an_accepted_run_says_so_and_opens_its_hardest_case(accepted: str) -> None:

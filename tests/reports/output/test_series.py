@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from reports.judging.assemble import Assembled, assemble
-from reports.output.opened_case import make_depth
+from reports.output.case_detail import make_detail
 from reports.output.series import make_series, pack, thin
 from reports.reading.read import read_run
 from tests.reports.formulas import loss, lr, single
@@ -132,10 +132,10 @@ def test_of_ten_thousand_steps_few_are_kept_and_the_one_that_differs_is_among_th
 def test_the_printed_curves_of_ten_thousand_steps_are_short_and_show_the_spike(tmp_path: Path) -> None:
     made = assembled(long_run(tmp_path / "run"))
     series = make_series(made.frames.steps, made.report.cases)
-    depth = make_depth(made.run.parts[0], made.report.cases[0], series, number=1)
-    assert [figure.metric for figure in depth.figures] == ["loss", "lr", "grad_norm"]
-    assert len(depth.figures[0].values) + len(depth.figures[0].differences) < 200_000
-    path = depth.figures[0].differences
+    detail = make_detail(made.run.parts[0], made.report.cases[0], series, number=1)
+    assert [figure.metric for figure in detail.figures] == ["loss", "lr", "grad_norm"]
+    assert len(detail.figures[0].values) + len(detail.figures[0].differences) < 200_000
+    path = detail.figures[0].differences
     start = path.index('<path class="curve resumed-a" d="') + len('<path class="curve resumed-a" d="')
     heights = {part.split()[1] for part in path[start : path.index('"', start)].replace("M", "L").split("L")[1:]}
     assert len(heights) == 2
@@ -167,5 +167,5 @@ def test_a_trainer_without_gradient_norms_has_no_curve_of_them(tmp_path: Path) -
     made = assembled(run)
     assert {leg["grad_norm"] for leg in legs_of(packed(made)).values()} <= {"", "="}
     series = make_series(made.frames.steps, made.report.cases)
-    depth = make_depth(made.run.parts[0], made.report.cases[0], series, number=1)
-    assert [figure.metric for figure in depth.figures] == ["loss", "lr"]
+    detail = make_detail(made.run.parts[0], made.report.cases[0], series, number=1)
+    assert [figure.metric for figure in detail.figures] == ["loss", "lr"]

@@ -25,7 +25,7 @@ _SHOWN = re.compile(
 )
 
 
-def scrub(text: str) -> str:
+def redact(text: str) -> str:
     """``text`` without secrets and without paths of a machine; what names a file within the run is kept."""
     text = _URL_USER.sub(r"\1", text)
     text = _SECRET.sub(
@@ -37,18 +37,18 @@ def scrub(text: str) -> str:
     return _ABSOLUTE.sub(lambda found: "…/" + (found[1] or ""), text)
 
 
-def scrub_command(words: Sequence[str]) -> str:
+def redact_command(words: Sequence[str]) -> str:
     """A command line, scrubbed; the value behind an option with a secret's name is hidden too."""
     shown: list[str] = []
     for word in words:
         hidden = bool(shown) and re.fullmatch(rf"(?i)--?{_SECRET_NAME}", shown[-1]) is not None
-        shown.append(HIDDEN if hidden else scrub(word))
+        shown.append(HIDDEN if hidden else redact(word))
     return " ".join(shown)
 
 
-def scrub_environment(environment: Mapping[str, str]) -> dict[str, str]:
+def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that are known to matter and to be harmless, by name."""
-    shown = {name: scrub(value) for name, value in sorted(environment.items()) if _SHOWN.fullmatch(name)}
+    shown = {name: redact(value) for name, value in sorted(environment.items()) if _SHOWN.fullmatch(name)}
     return {name: HIDDEN if re.fullmatch(rf"(?i){_SECRET_NAME}", name) else value for name, value in shown.items()}
 
 

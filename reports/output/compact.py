@@ -17,7 +17,7 @@ _QUOTED = re.compile(r'="([A-Za-z0-9_.#:-]+)"(?=[\s>])')
 _BLANK = re.compile(r"\s*\n\s*")
 
 
-def squeeze(page: str) -> str:
+def compact(page: str) -> str:
     """``page`` with everything left out that a browser puts back; for pages of this package's templates."""
     return "".join(
         part if number % 2 else "".join(_piece(piece) for piece in _TAG.split(part))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from reports.judging.assemble import assemble
+from reports.output.compact import compact
 from reports.output.page import render, render_whole
-from reports.output.squeeze import squeeze
 from reports.reading.read import read_run
 from tests.reports.html import Page
 from tests.reports.run_folder import whole_run
@@ -32,7 +32,7 @@ from tests.reports.run_folder import whole_run
     ],
 )
 def test_what_html_implies_is_left_out_and_nothing_else(whole: str, short: str) -> None:
-    assert squeeze(whole) == short
+    assert compact(whole) == short
 
 
 def test_the_page_says_the_same_with_every_tag_in_its_place(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Figure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Depth:
+class CaseDetail:
     """A case opened up. ``rank`` is the one that is drawn; ``grid`` is against the reference, ``ranks`` its columns."""
 
     case: CaseEntry
@@ -58,7 +58,7 @@ class Depth:
     grid_leg: str
 
 
-def make_depth(part: Part, case: CaseEntry, series: Series, *, number: int) -> Depth:
+def make_detail(part: Part, case: CaseEntry, series: Series, *, number: int) -> CaseDetail:
     """Open one case up. ``number`` tells the cases of one page apart."""
     (result,) = (one for one in part.results.of(ResultRecord) if one.key == case.key)
     legs = part.of(LegRecord, case.key)
@@ -71,7 +71,7 @@ def make_depth(part: Part, case: CaseEntry, series: Series, *, number: int) -> D
     table: tuple[GridRow, ...] = ()
     if reference is not None and judged is not None:
         table = grid(part.trajectories[reference.folder], part.trajectories[judged.folder])
-    return Depth(
+    return CaseDetail(
         case=case,
         rank=rank,
         timeline=Markup(draw_timeline(rows, title=f"Timeline of {case.key}", name=f"time-{number}", words=words)),
