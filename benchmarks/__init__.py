@@ -1,1 +1,1 @@
-"""What saving, loading and skipping cost, measured beside what the hardware allows and what people use today."""
+"""Measures what saving, loading and skipping cost, and compares it with the limits of the hardware and with other libraries."""

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 when everything ran; 1 when a benchmark failed, or with ``--require-goals`` when a goal was not met or not
-        measured; 2 when the question itself is wrong.
+        measured; 2 on wrong arguments.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -34,22 +34,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="what does it cost, beside the others?")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what saving, loading and skipping cost.")
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="measure, print a table, write records and a page")
-    run.add_argument("--sizes", type=_numbers(float), metavar="GB,...", help="of the large tensors; default 0.25,1")
-    run.add_argument("--smoke", action="store_true", help="small, to see that everything runs")
+    run.add_argument("--sizes", type=_numbers(float), metavar="GB,...", help="payload of the large tensors; default 0.25,1")
+    run.add_argument("--smoke", action="store_true", help="small sizes, to see that everything runs")
     run.add_argument("--repeat", type=_positive, default=5, help="rounds; at least 5 for figures that count")
     run.add_argument("--only", default="", metavar="NAME,...", help="benchmarks by name")
-    run.add_argument("--worlds", type=_numbers(int), metavar="N,...", help="ranks that planning is simulated for")
-    run.add_argument("--ranks", type=_numbers(int), metavar="N,...", help="real ranks; default 1,2,4")
+    run.add_argument("--worlds", type=_numbers(int), metavar="N,...", help="world sizes that planning is simulated for")
+    run.add_argument("--ranks", type=_numbers(int), metavar="N,...", help="world sizes with real processes; default 1,2,4")
     run.add_argument(
-        "--results", type=Path, help="the run's folder, on the disk to measure; default results/bench/TIME"
+        "--results", type=Path, help="folder of the run, on the disk to measure; default results/bench/TIME"
     )
     run.add_argument("--require-goals", action="store_true", help="fail when a goal is not met or not measured")
     run.set_defaults(do=_run)
-    commands.add_parser("list", help="the benchmarks").set_defaults(do=_list)
-    report = commands.add_parser("report", help="the page and the table again, of a run's records")
+    commands.add_parser("list", help="list the benchmarks").set_defaults(do=_list)
+    report = commands.add_parser("report", help="make page and table again from the records of a run")
     report.add_argument("records", type=Path)
     report.add_argument("-o", "--output", type=Path, required=True)
     report.set_defaults(do=_report)
@@ -61,19 +61,19 @@ def _run(arguments: argparse.Namespace) -> int:
     benchmarks = [registry.find(name) for name in names] if names else registry.all_benchmarks()
     folder: Path = arguments.results or Path("results") / "bench" / time.strftime("%Y%m%d-%H%M%S")
     report: Report | None = None
-    for told in running.run(benchmarks, running.as_options(arguments), folder):
-        if isinstance(told, str):
-            print(told, flush=True)
+    for item in running.run(benchmarks, running.as_options(arguments), folder):
+        if isinstance(item, str):
+            print(item, flush=True)
         else:
-            report = told
-    assert report is not None  # the last thing that a run tells
+            report = item
+    assert report is not None  # a run yields it last
     (folder / PAGE_NAME).write_text(page.render(report), encoding="utf-8")
     print("\n".join(["", *table.lines(report), f"{folder / PAGE_NAME}"]))
     return exit_code(report, require_goals=arguments.require_goals)
 
 
 def exit_code(report: Report, *, require_goals: bool) -> int:
-    """0 when everything ran; 1 when something failed, or a required goal was not met or not measured."""
+    """Return 0 when everything ran, 1 when something failed or a required goal was not met or not measured."""
     counts = report.footer.counts
     missed = counts["not met"] + counts["not measured"]
     return 1 if counts["failures"] or (require_goals and missed) else 0

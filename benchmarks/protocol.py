@@ -1,10 +1,10 @@
 """What a benchmark is: points to measure at, contenders that do the same work, and figures that compare them.
 
-A benchmark is one module of :mod:`benchmarks.subjects` with a ``BENCHMARK``. Each of its points is measured in a process of
-its own (or in several, one a rank), by :mod:`benchmarks.measuring.measure`, which makes these calls of a contender:
+A benchmark is one module of :mod:`benchmarks.subjects` with a ``BENCHMARK``. Each point is measured in a fresh process (or in
+one process per rank) by :mod:`benchmarks.measuring.measure`, which calls a contender in this order:
 
 1. ``prepare``, once, untimed; 2. in each round ``before``, untimed; 3. ``call``, timed; 4. ``settle``, timed from the start of
-``call``; 5. after the first call ``check``, untimed, with what ``call`` returned. At the end the scenario's ``close``.
+``call``; 5. after the first call ``check``, untimed, with the result of ``call``. At the end the scenario's ``close``.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-# limit: what the hardware allows; peer: what a user would pick instead; ours: this library.
+# limit: what the hardware allows; peer: what a user would choose instead; ours: this library.
 Role = Literal["limit", "peer", "ours"]
-# settled_seconds: from the start of the call until ``settle`` was over. peak_bytes: see benchmarks.measuring.memory.
+# settled_seconds: from the start of the call to the end of ``settle``. peak_bytes: see benchmarks.measuring.memory.
 Quantity = Literal["seconds", "settled_seconds", "disk_bytes", "peak_bytes"]
 Relation = Literal["at least", "at most"]
 
-# Stands in a figure's ``below`` for the bytes of the payload, and for one of the quantity's own unit.
+# Values of a figure's ``below``: the bytes of the payload, and 1 in the unit of the quantity.
 PAYLOAD = "the payload"
 UNIT = "1"
 GB = 10**9
 
 
 class BenchmarkError(RuntimeError):
-    """A benchmark could not be measured, or what it measured did not do its work."""
+    """A benchmark could not be measured, or a contender did not do its work."""
 
 
 class UnableError(BenchmarkError):
-    """Something can't be measured on this machine, which is nobody's failure; the text says why."""
+    """Something can't be measured on this machine; the text says why. This is not a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a run was asked for.
+    """The options of a run.
 
     Attributes:
-        sizes_gb: payloads of the benchmarks of large tensors, in units of 10**9 bytes.
-        smoke: small sizes that show that everything runs, and whose figures prove nothing.
-        repeat: rounds, each of which calls every contender once.
-        worlds: numbers of ranks that planning is simulated for.
-        ranks: numbers of real ranks.
+        sizes_gb: payloads of the benchmarks with large tensors, in units of 10**9 bytes.
+        smoke: small sizes, to see that everything runs; the figures mean nothing.
+        repeat: number of rounds. A round calls every contender once.
+        worlds: world sizes that planning is simulated for.
+        ranks: world sizes with real processes.
     """
 
     sizes_gb: tuple[float, ...] = (0.25, 1.0)
@@ -58,12 +58,12 @@ class Point:
     """Where a benchmark is measured.
 
     Attributes:
-        label: unique within the benchmark, for people (``0.25 GB``).
-        axis: what ``value`` counts; points of one axis make a curve.
-        value: the place on the axis.
-        ranks: processes in a gloo group; None is one process without a group.
-        rounds: instead of the run's, where a round is too dear.
-        warm_up: one more round before, which is not recorded.
+        label: for people, unique within the benchmark (``0.25 GB``).
+        axis: the quantity of ``value``; points with the same axis make a curve.
+        value: the position on the axis.
+        ranks: processes in a gloo group; None means one process without a group.
+        rounds: replaces the number of the run where a round takes too long.
+        warm_up: run one more round first, which is not recorded.
     """
 
     label: str
@@ -76,7 +76,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a scenario is built for: ``folder`` is empty, on the disk that is measured, and deleted afterwards."""
+    """What a scenario is built from. ``folder`` is empty, lies on the measured disk, and is deleted afterwards."""
 
     options: Options
     folder: Path
@@ -90,19 +90,19 @@ def nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One way to do the work. See the module's text for when each callable is called.
+    """One way to do the work. The module docstring says when each callable is called.
 
     Attributes:
         name: unique within the scenario.
         role: see :data:`Role`.
-        call: the work.
-        prepare: what the work needs to be there.
-        before: brings everything back to where it was before ``call``, so that no call finds its work done.
-        settle: waits for what ``call`` has left running.
+        call: the measured work.
+        prepare: creates what the work needs.
+        before: undoes the previous ``call``, so that no call finds its work done already.
+        settle: waits for the background work of ``call``.
         check: raises :class:`BenchmarkError` when the work was not done.
-        stored: file or directory whose bytes are counted after the first call.
-        is_weighed: its peak memory is measured, in a process of its own.
-        note: what a reader has to know of it.
+        stored: file or directory whose size is measured after the first call.
+        is_weighed: measure its peak memory, in a separate process.
+        note: what a reader has to know about it.
     """
 
     name: str
@@ -122,11 +122,11 @@ class Figure:
     """A ratio of two contenders' quantities, ``above`` over ``below``; with a ``bound`` it is a goal.
 
     Attributes:
-        text: what the ratio says, for people.
-        above: contenders whose quantities are added up.
+        text: what the ratio is, for people.
+        above: contenders; their quantities are added up.
         below: a contender, :data:`PAYLOAD` or :data:`UNIT`.
-        quantity: of both.
-        relation: of the ratio to ``bound``; None where nothing is asked.
+        quantity: what is compared.
+        relation: of the ratio to ``bound``; None where there is no goal.
         bound: see ``relation``.
     """
 
@@ -143,11 +143,11 @@ class Scenario:
     """A benchmark at one point, ready to be measured.
 
     Attributes:
-        payload_bytes: of one process.
-        contenders: in the order of the first round.
-        figures: may name contenders that are absent; these are then not measured.
-        absent: contender -> why it isn't there.
-        close: gives back what ``folder``'s deletion doesn't.
+        payload_bytes: per process.
+        contenders: with unique names.
+        figures: may name absent contenders; such a figure is not measured.
+        absent: contender -> why it is absent.
+        close: releases everything but the files in ``folder``.
     """
 
     payload_bytes: int
@@ -159,7 +159,7 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """One file of :mod:`benchmarks.subjects`. ``growth`` fits, over all points, how time grows on their axis."""
+    """One module of :mod:`benchmarks.subjects`. With ``growth``, the growth of time along the axis is fitted."""
 
     name: str
     title: str
@@ -169,12 +169,12 @@ class Benchmark:
 
 
 def size_points(options: Options) -> list[Point]:
-    """A point for each of the run's sizes."""
+    """One point per payload size of the run."""
     return [Point(label=f"{size:g} GB", axis="payload in GB", value=size) for size in options.sizes_gb]
 
 
 def compared(ours: str, peers: Sequence[str], what: str, quantity: Quantity = "seconds") -> list[Figure]:
-    """Figures without a goal: how many times as long each of ``peers`` takes as ``ours``."""
+    """Figures without a goal: the time of each of ``peers`` divided by the time of ``ours``."""
     return [
-        Figure(text=f"{what}: times as fast as {peer}", above=(peer,), below=ours, quantity=quantity) for peer in peers
+        Figure(text=f"{what}: speedup over {peer}", above=(peer,), below=ours, quantity=quantity) for peer in peers
     ]

@@ -3,4 +3,4 @@
 Nothing heavy is imported here: ``import hyper_resume`` does not import torch.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

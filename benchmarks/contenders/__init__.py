@@ -1,1 +1,1 @@
-"""What is measured: this library, its peers, the limits of the hardware, and the states that they all work on."""
+"""The contenders: this library, other libraries, the limits of the hardware, and the states that all of them save and load."""

@@ -1,4 +1,4 @@
-"""What people use today to save beside training; every copy is waited for, as training must not change what is copied."""
+"""Asynchronous saves of other libraries. Each call returns once the state is copied, as training may change it from then on."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from benchmarks.protocol import GB
 STOCK = "dcp.async_save"
 STOCK_CACHED = "dcp.async_save, cached stager"
 CHECKPOINTING = "torch_checkpointing, async save + fsync"
-# Beside those that are kept: where memcpy copies to, this library's, and the one that stock's default makes for each save.
+# Copies in addition to those that a peer keeps: the target of memcpy, this library's, and stock DCP's own per save.
 _OTHER_COPIES = 3
-# What is no copy of the payload.
+# Everything that is not a copy of the payload.
 _REST_BYTES = GB
 
 
 class AsyncPeer(Protocol):
-    """A way to save a flat state beside training; the copy is waited for."""
+    """A way to save a flat state in the background; ``save`` returns once the state is copied."""
 
     name: str
     note: str
@@ -36,14 +36,14 @@ class AsyncPeer(Protocol):
         """Wait until it is on the device."""
 
     def load(self, path: Path, target: State) -> State:
-        """Return what was saved, in ``target`` or in memory of its own."""
+        """Return the saved state, in ``target`` or in new memory."""
 
     def close(self) -> None:
-        """Give back what is kept from save to save."""
+        """Release what is kept between saves."""
 
 
 class StockAsync:
-    """Stock DCP's asynchronous save, with the stager of its defaults or with one that is kept from save to save."""
+    """Stock DCP's asynchronous save, with its default stager or with one that is kept between saves."""
 
     def __init__(self, *, cached: bool) -> None:
         """Make the stager; without a device, pinned memory, other threads and non-blocking copies are off."""
@@ -63,11 +63,11 @@ class StockAsync:
         getattr(response, "upload_completion", response).result()
 
     def load(self, path: Path, target: State) -> State:
-        """What any save of stock DCP is loaded by."""
+        """Load as from any save of stock DCP."""
         return peers.stock_load(path, target)
 
     def close(self) -> None:
-        """Give the kept copy back."""
+        """Release the kept copy."""
         if self._stager is not None:
             self._stager.close()
 
@@ -81,13 +81,13 @@ def _cached_stager() -> staging.DefaultStager:
 
 
 class CheckpointingAsync:
-    """torch_checkpointing's manager, which copies into shared memory that it keeps, and writes in a process of its own."""
+    """torch_checkpointing's manager. It copies into shared memory, which it keeps, and writes in another process."""
 
     name = CHECKPOINTING
-    note = "written by a process of its own, whose memory is not counted; direct I/O off, which fails on ext4"
+    note = "written by another process, whose memory is not counted; direct I/O is off, because it fails on ext4"
 
     def __init__(self) -> None:
-        """Without a device, pinned memory and non-blocking copies are off; the copy is waited for, as by the other peers."""
+        """Start the manager. Without a device, pinned memory and non-blocking copies are off; ``save`` waits for the copy."""
         module: Any = importlib.import_module("torch_checkpointing")
         staging_config = module.CheckpointStagerConfig(
             use_pinned_memory=False, use_non_blocking_copy=False, use_async_staging=False
@@ -107,30 +107,30 @@ class CheckpointingAsync:
         peers.sync_files(self._path)
 
     def load(self, path: Path, target: State) -> State:
-        """What its other saves are loaded by."""
+        """Load as from its synchronous saves."""
         return peers.checkpointing_load(path, target)
 
     def close(self) -> None:
-        """End its process."""
+        """End the writing process."""
         self._manager.close()
 
 
 def async_peers(
     payload_bytes: int, available_bytes: int
 ) -> tuple[list[AsyncPeer], Mapping[str, str], Callable[[], None]]:
-    """The peers that save beside training, those that can't here (name -> why), and what closes them all.
+    """Return the asynchronous peers, those that can't run here (name -> why), and a function that closes all of them.
 
     Args:
-        payload_bytes: of what will be saved.
-        available_bytes: of memory, with one payload in it already. Those that keep a copy are left out where it does not
-            suffice for theirs.
+        payload_bytes: size of the state.
+        available_bytes: free memory, with one payload allocated already. A peer that keeps a copy is left out where the
+            memory does not suffice for it.
     """
     found: list[AsyncPeer] = []
     absent: dict[str, str] = {}
     has_stager = hasattr(staging, "DefaultStager") and hasattr(staging, "StagingOptions")
     candidates: list[tuple[str, str, Callable[[], AsyncPeer]]] = [
         (STOCK, "", lambda: StockAsync(cached=False)),
-        (STOCK_CACHED, "" if has_stager else "this torch has no stager to keep", lambda: StockAsync(cached=True)),
+        (STOCK_CACHED, "" if has_stager else "this torch has no stager that can be kept", lambda: StockAsync(cached=True)),
         (CHECKPOINTING, peers.why_absent("torch_checkpointing"), CheckpointingAsync),
     ]
     with ExitStack() as opened:
@@ -138,7 +138,7 @@ def async_peers(
             copies = _OTHER_COPIES + len(found)
             if not reason and found and copies * payload_bytes + _REST_BYTES > available_bytes:
                 size, there = payload_bytes / GB, available_bytes / GB
-                reason = f"its copy would be the {copies}th of {size:g} GB, and there are {there:.1f}"
+                reason = f"its copy would be number {copies} of {size:g} GB each, and {there:.1f} GB of memory are free"
             if reason:
                 absent[name] = reason
                 continue

@@ -1,7 +1,7 @@
-"""What stock DCP does on rank 0 for a save of many ranks, made with plans that no rank has sent.
+"""The work of stock DCP on rank 0 in a save of many ranks, with generated plans instead of gathered ones.
 
-Counted is the work on the plans: the global plan, and the merge of all results into the metadata with its writing. What the
-gather and the scatter cost (pickling, and the network) is not, which is in stock's favour.
+Measured is the work on the plans: the global plan, the merge of all results into the metadata, and writing the metadata. The
+gather and the scatter (pickling and network) are not measured, which favours stock DCP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROWS, _COLUMNS = 4, 256
 
 
 def local_plans(world_size: int, tensors: int) -> list[SavePlan]:
-    """The plans of ``world_size`` ranks that share each of ``tensors`` matrices along its rows."""
+    """Return the plans of ``world_size`` ranks; each of ``tensors`` matrices is sharded along its rows."""
     names = [f"model.layers.{index}.weight" for index in range(tensors)]
     mapping = {name: ("model", name.removeprefix("model.")) for name in names}
     properties = TensorProperties(dtype=torch.float32)
@@ -40,7 +40,7 @@ def local_plans(world_size: int, tensors: int) -> list[SavePlan]:
 
 
 def local_results(plans: Sequence[SavePlan]) -> list[list[WriteResult]]:
-    """What the ranks tell after writing: one file a rank."""
+    """Return the write results of the ranks: one file per rank."""
     size = _ROWS * _COLUMNS * 4
     return [
         [
@@ -56,7 +56,7 @@ def local_results(plans: Sequence[SavePlan]) -> list[list[WriteResult]]:
 
 
 def plan_and_close(plans: Sequence[SavePlan], results: Sequence[list[WriteResult]], folder: Path) -> int:
-    """Plan globally, merge the results and write ``.metadata`` into ``folder``; returns the number of planned entries."""
+    """Plan globally, merge the results, write ``.metadata`` into ``folder``, and return the number of planned entries."""
     planner = DefaultSavePlanner()
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(True)

@@ -1,6 +1,6 @@
-"""The places where a benchmark has to know how the library works, and nothing but these.
+"""The only module of the benchmarks that uses the library's internals.
 
-Everything else goes through the public interface. Who changes the library's planning or its digests changes these functions.
+Everything else uses the public interface. A change of the library's planning or digests needs a change here.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from hyper_resume.checkpoint.saving.shard_writer import ShardWriter, ShardWriteR
 
 
 def forget_plans() -> None:
-    """Forget what earlier saves of this process have planned. A checkpointer keeps its own plans, so there is nothing else."""
+    """Clear the plans that earlier saves of this process left. Each checkpointer keeps its own, so nothing is left to clear."""
 
 
 def plan_second_save(
     plans: Sequence[SavePlan], results: Sequence[list[WriteResult]], folder: Path
 ) -> Callable[[], object]:
-    """Return what rank 0 does to plan the second save of an unchanged layout, and to close it.
+    """Return the planning work of rank 0 in the second save of an unchanged layout, including the metadata at its end.
 
-    No rank sends a plan or places; what describes the directory is written again, and the manifest of all ranks' files.
+    The ranks send no plans and no write results; the metadata of the directory and the manifest are written again.
 
     Args:
-        plans: of all ranks, as they made them for the first save.
-        results: of all ranks, as they wrote them.
+        plans: the plans of all ranks in the first save.
+        results: the write results of all ranks in the first save.
         folder: where metadata may be written.
     """
     cache = PlanCache()
     first = CachingPlanner(cache, ((),), reuse=False)
     planned, metadata = first.create_global_plan(list(plans))
     first.finish_plan(planned[0])
-    _writer(folder, cache, len(plans)).finish(metadata, [_told(of_rank, all_known=False) for of_rank in results])
-    told = [_told(of_rank, all_known=True) for of_rank in results]
+    _writer(folder, cache, len(plans)).finish(metadata, [_as_shard_results(of_rank, all_known=False) for of_rank in results])
+    repeated = [_as_shard_results(of_rank, all_known=True) for of_rank in results]
 
     def second() -> None:
         planner = CachingPlanner(cache, ((),), reuse=True)
@@ -48,13 +48,13 @@ def plan_second_save(
         planned, metadata = planner.create_global_plan([SavePlan([])] * len(plans))
         writer.prepare_global_plan(planned)
         planner.finish_plan(planned[0])
-        writer.finish(metadata, told)
+        writer.finish(metadata, repeated)
 
     return second
 
 
-def _told(of_rank: Sequence[WriteResult], *, all_known: bool) -> list[WriteResult]:
-    """A rank's results as the library's writer gives them."""
+def _as_shard_results(of_rank: Sequence[WriteResult], *, all_known: bool) -> list[WriteResult]:
+    """Return the results of one rank as the library's writer returns them."""
     size = sum(result.size_in_bytes for result in of_rank)
     name = of_rank[0].storage_data.relative_path
     entry = FileEntry(size_bytes=size, digest=digest.bytes_digest_text([name.encode()]), rank=int(name.split("_")[2]))
@@ -86,7 +86,7 @@ def _writer(folder: Path, cache: PlanCache, world_size: int) -> ShardWriter:
 
 @contextmanager
 def without_digests() -> Iterator[None]:
-    """Hash nothing of tensors: each has the same digest, so that what was saved so can be loaded so."""
+    """Hash no tensor: all have the same digest, so that a checkpoint saved this way can be loaded this way."""
     data_digest = digest.data_digest
     digest.data_digest = lambda content: bytes(16)
     try:

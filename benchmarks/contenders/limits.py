@@ -1,4 +1,4 @@
-"""What the hardware allows: the same bytes, with nothing around them."""
+"""The limits of the hardware: reading, writing and copying the same bytes, and nothing more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.contenders.states import State
 from benchmarks.protocol import BenchmarkError
 
-# The kernel takes at most 1,024 pieces, and no more than 2 GiB, at once.
+# One system call takes at most 1,024 pieces and 2 GiB.
 _MOST_PIECES = 512
 _MOST_BYTES = 1 << 28
 
@@ -28,7 +28,7 @@ def write(views: Sequence[memoryview], folder: Path, other_files: Sequence[int])
 
 
 def read(path: Path, views: Sequence[memoryview]) -> None:
-    """Fill ``views`` in order from the file.
+    """Fill ``views`` in order with the content of the file.
 
     Raises:
         BenchmarkError: the file is too short.
@@ -42,13 +42,13 @@ def read(path: Path, views: Sequence[memoryview]) -> None:
 
 
 def copy(source: State, target: State) -> None:
-    """Copy every tensor into one that is there, as torch does it with this process's threads."""
+    """Copy every tensor into an existing one, with torch and the threads of this process."""
     for name, tensor in source.items():
         target[name].copy_(tensor)
 
 
 def page_in(path: Path) -> None:
-    """Read all files of a directory (or one file) and throw it away, so that the page cache has them."""
+    """Read all files of a directory (or one file) into the page cache."""
     room = memoryview(bytearray(1 << 22))
     for file in [path] if path.is_file() else sorted(found for found in path.rglob("*") if found.is_file()):
         with file.open("rb", buffering=0) as opened:
@@ -67,12 +67,12 @@ def _write_file(path: Path, views: Sequence[memoryview]) -> None:
 
 
 def _whole(move: Callable[[list[memoryview]], int], pieces: list[memoryview]) -> None:
-    """Call ``move`` until all pieces are through: one call may take only a part of them."""
+    """Call ``move`` until all pieces are done; one call may do only some of them."""
     rest = [piece for piece in pieces if len(piece)]
     while rest:
         done = move(rest)
         if done == 0:
-            raise BenchmarkError("the file ended before its time")
+            raise BenchmarkError("the file is too short")
         while rest and done >= len(rest[0]):
             done -= len(rest[0])
             rest = rest[1:]

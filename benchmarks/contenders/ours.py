@@ -1,4 +1,4 @@
-"""This library as its users call it: a checkpointer, a root, one step directory after the other."""
+"""This library as a user calls it: a checkpointer, a root directory, one step directory after the other."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ASYNC = "hyper_resume async save"
 
 
 class Ours:
-    """Saves to and loads from step directories below ``root``; each save is a new step, of which the newest is kept."""
+    """Saves to and loads from step directories below ``root``. Each save is a new step; only the newest is kept."""
 
     def __init__(self, root: Path, *, verify: Literal["digest", "size"] = "digest") -> None:
-        """Make the checkpointer; nothing is written yet."""
+        """Make the checkpointer. Nothing is written yet."""
         self._root = root
         self._verify = verify
         self._step = 0
@@ -38,7 +38,7 @@ class Ours:
         self._save(state)
 
     def save_async(self, state: State) -> None:
-        """Return when the state has been copied."""
+        """Return once the state is copied."""
         self._save(state, save_async=True)
 
     def wait(self) -> None:
@@ -46,19 +46,19 @@ class Ours:
         self._checkpointer.maybe_wait_for_async_save()
 
     def forget_step(self) -> None:
-        """Delete the newest step directory, and bring everything else that is not yet written to the device."""
+        """Delete the newest step directory, and write all dirty pages to the device."""
         if not dist.is_initialized() or dist.get_rank() == 0:
             shutil.rmtree(self.newest(), ignore_errors=True)
             os.sync()
 
     def forget_everything(self) -> None:
-        """The newest step, and all that is known of the layout: the next save is like a process's first."""
+        """Forget the newest step and the plans, so that the next save is like the first one of a process."""
         self.forget_step()
         self._checkpointer = self._make()
         library_internals.forget_plans()
 
     def load(self, target: State) -> State:
-        """Fill ``target`` from the newest step directory."""
+        """Load the newest step directory into ``target``."""
         self._checkpointer.load(str(self.newest()), {"model": target})
         return target
 
@@ -67,7 +67,7 @@ class Ours:
         return self._root / f"global_step_{self._step}"
 
     def other_files(self) -> list[int]:
-        """Sizes of the newest step directory's files but the largest: what a save writes beside the tensors."""
+        """Sizes of all files of the newest step directory but the largest: what a save writes in addition to the tensors."""
         files: list[int] = sorted(path.stat().st_size for path in self.newest().rglob("*") if path.is_file())
         return files[:-1]
 

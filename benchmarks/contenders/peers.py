@@ -1,4 +1,4 @@
-"""What people use today, each as its own documentation has it called, and brought to the device where it does not do that."""
+"""Other libraries, each called as its documentation says, with an fsync where the library does none."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SAFETENSORS_LOAD = "safetensors.load_file + copy"
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A way to save a flat state to a path that does not exist, and to get it back.
+    """A way to save a flat state to a new path, and to load it.
 
-    ``load`` fills ``target`` and returns it, or returns a state of its own; ``load_note`` says which.
+    ``load`` fills ``target`` and returns it, or returns a new state; ``load_note`` says which.
     """
 
     save_name: str
@@ -39,7 +39,7 @@ class Peer:
 
 
 def peers() -> tuple[list[Peer], Mapping[str, str]]:
-    """The peers that are installed, and those that are not: name -> why."""
+    """Return the installed peers, and why each of the others is absent (name -> reason)."""
     found = [
         Peer(
             save_name=STOCK_SAVE,
@@ -69,21 +69,21 @@ def peers() -> tuple[list[Peer], Mapping[str, str]]:
 
 
 def why_absent(name: str) -> str:
-    """Return why a package can't be used here; empty where it can."""
+    """Return why a package can't be used here, or an empty text."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        return f"{name} is not installed" + ("" if error.name == name else f" whole: it lacks {error.name}")
+        return f"{name} is not installed" + ("" if error.name == name else f" completely: {error.name} is missing")
     return ""
 
 
 def stock_save(state: State, path: Path) -> None:
-    """Stock DCP with its defaults; it fsyncs."""
+    """Save with stock DCP and its defaults; it fsyncs."""
     state_dict_saver.save({"model": state}, checkpoint_id=path)
 
 
 def stock_load(path: Path, target: State) -> State:
-    """Stock DCP with its defaults, in place."""
+    """Load with stock DCP and its defaults, in place."""
     state_dict_loader.load({"model": target}, checkpoint_id=path)
     return target
 
@@ -131,9 +131,9 @@ def _torchsnapshot_load(path: Path, target: State) -> State:
 
 
 def checkpointing_manager(save: Any) -> Any:
-    """Return torch_checkpointing's manager, without direct I/O.
+    """Return torch_checkpointing's manager with direct I/O off.
 
-    Direct I/O is its default and fails on ext4: torch.save's archive ends at no multiple of a sector.
+    Direct I/O is its default, and fails on ext4: the size of torch.save's archive is no multiple of a sector.
     """
     module: Any = importlib.import_module("torch_checkpointing")
     storage: Any = importlib.import_module("torch_checkpointing.storage.filesystem")
@@ -159,7 +159,7 @@ def checkpointing_load(path: Path, target: State) -> State:
 
 
 def sync_files(folder: Path) -> None:
-    """Bring a folder and all that is below it to the device."""
+    """fsync a folder and everything below it."""
     for path in (*folder.rglob("*"), folder):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -175,7 +175,7 @@ _OPTIONAL: Mapping[str, Peer] = {
         save=_safetensors_save,
         load=_safetensors_load,
         save_note="no digests",
-        load_note="load_file only maps the file, so its tensors are copied into those that are there; no digests",
+        load_note="load_file only maps the file, so its tensors are copied into the existing ones; no digests",
     ),
     "torchsnapshot": Peer(
         save_name="torchsnapshot.take",
@@ -190,7 +190,7 @@ _OPTIONAL: Mapping[str, Peer] = {
         load_name="torch_checkpointing.load",
         save=_checkpointing_save,
         load=checkpointing_load,
-        save_note="no digests; direct I/O off, which fails on ext4",
+        save_note="no digests; direct I/O is off, because it fails on ext4",
         load_note="no digests; in place",
     ),
 }

@@ -1,7 +1,7 @@
-"""Training loops of which a call runs a slice of some steps, so that slices of several loops can take turns.
+"""Training loops that run in slices of some steps, so that slices of several loops can be interleaved.
 
-All loops live through the whole measurement. Each stands still inside the reading of a batch, and a call lets it go on for
-a slice: so slices of all sides lie some milliseconds apart, and none has a beginning or an end of a training in it.
+All loops live during the whole measurement. Each is held inside the reading of a batch, and a call lets it run for one slice.
+So the slices of all loops lie some milliseconds apart, and none contains the start or the end of a training.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Collate = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 class _Finished(Exception):
-    """Ends a loop that nobody lets go on any more."""
+    """Ends a loop that is no longer needed."""
 
 
 class Sliced:
-    """A training loop in a thread of its own, of which each call runs a slice; it stands still in between.
+    """A training loop in a thread. Each call runs one slice; between the calls the loop is held.
 
-    It is held where it collates a batch, which no loop can tell from a slow dataset.
+    It is held where it collates a batch, which looks to the loop like a slow dataset.
     """
 
     def __init__(self, train: Callable[[Collate], Any], steps: int) -> None:
-        """``train`` makes a loop that collates by what it is given, and runs it; a slice has ``steps`` steps."""
+        """``train`` runs the loop with the collate function that it is given; a slice has ``steps`` steps."""
         self._train = train
         self._steps = steps
         self._left = 0
@@ -50,7 +50,7 @@ class Sliced:
         """Run ``steps`` steps.
 
         Raises:
-            BenchmarkError: the loop came to its end.
+            BenchmarkError: the loop has ended.
         """
         self._left = self._steps
         self._may_run.release()
@@ -58,7 +58,7 @@ class Sliced:
         self.slices += 1
 
     def close(self) -> None:
-        """End the loop, wherever it is."""
+        """End the loop where it is."""
         self._is_over = True
         self._may_run.release()
         if self._thread.ident is not None:
@@ -70,14 +70,14 @@ class Sliced:
             raise BenchmarkError(f"a loop ended: {self._error!r}") from self._error
 
     def _run(self) -> None:
-        # A second thread of torch's waits whenever anything else runs on the machine. The number is each thread's own.
+        # With two threads torch waits whenever something else runs on the machine. The setting is per thread.
         torch.set_num_threads(1)
         try:
             self._train(self._collate)
-            self._error = StopIteration("its data was used up")
+            self._error = StopIteration("no data is left")
         except _Finished:
             return
-        except BaseException as error:  # noqa: BLE001  whatever it is, the measuring thread must hear of it
+        except BaseException as error:  # noqa: BLE001  the measuring thread raises it
             self._error = error
         self._stands.release()
 
@@ -92,10 +92,10 @@ class Sliced:
 
 
 class Loops:
-    """Loops that train equal models, one a side; at the end they have to hold the same parameters, bit for bit."""
+    """Loops that train equal models. At the end all models must have the same parameters, bit for bit."""
 
     def __init__(self, make_model: Callable[[], nn.Module], steps: int) -> None:
-        """``steps`` are those of a slice. No loop yet; the number of torch's threads is put back by :meth:`close`."""
+        """Start without loops. ``steps`` is the length of a slice. :meth:`close` restores the number of torch's threads."""
         self._make_model = make_model
         self._steps = steps
         self._threads = torch.get_num_threads()
@@ -103,7 +103,7 @@ class Loops:
         self._models: dict[str, nn.Module] = {}
 
     def add(self, name: str, role: Role, train: Callable[[nn.Module, Collate], Any], note: str = "") -> Contender:
-        """Return a contender that runs a slice of ``train``, which gets a fresh model and by what it collates."""
+        """Return a contender that runs slices of ``train``, which is given a new model and a collate function."""
         torch.manual_seed(_SEED)
         model = self._models[name] = self._make_model()
         loop = self._loops[name] = Sliced(lambda collate: train(model, collate), self._steps)
@@ -112,23 +112,23 @@ class Loops:
         )
 
     def steps_of(self, name: str) -> int:
-        """How many steps a loop has done."""
+        """Return the number of steps that a loop has done."""
         return self._loops[name].slices * self._steps
 
     def check(self) -> None:
-        """Compare all loops that have come as far as the first.
+        """Compare the models of all loops that have done as many slices as the first.
 
         Raises:
-            BenchmarkError: they differ, so the times of their steps can't be compared.
+            BenchmarkError: they differ, so the times of their steps are not comparable.
         """
         first = next(iter(self._loops.values()))
         alike = [name for name, loop in self._loops.items() if loop.slices == first.slices]
         ends = [nn.utils.parameters_to_vector(self._models[name].parameters()).detach() for name in alike]
         if not all(torch.equal(ends[0], end) for end in ends):
-            raise BenchmarkError(f"{', '.join(alike)} did not train alike, so their times can't be compared")
+            raise BenchmarkError(f"{', '.join(alike)} ended with different parameters, so their times are not comparable")
 
     def close(self) -> None:
-        """End them all, wherever they are, and check once more."""
+        """End all loops, and compare their models once more."""
         for loop in self._loops.values():
             loop.close()
         torch.set_num_threads(self._threads)

@@ -1,4 +1,4 @@
-"""A training that is small enough to be measured step by step: linear layers, rows of numbers, AdamW."""
+"""A training small enough to measure single steps: linear layers, rows of numbers, AdamW."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ _LOOSE = TrajectoryConfig()
 
 
 class Numbers:
-    """Sample i is one of the rows of a fixed matrix."""
+    """A dataset whose samples are the rows of a fixed matrix."""
 
     def __init__(self, count: int, width: int) -> None:
-        """``count`` samples of ``width`` numbers."""
+        """Make ``count`` samples of ``width`` numbers."""
         self._count = count
         self._rows = torch.rand((1024, width), generator=torch.Generator().manual_seed(SEED))
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of samples."""
         return self._count
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return one of them."""
+        """Return one sample, of shape ``(width,)``."""
         return self._rows[index % len(self._rows)]
 
 
 def make_model(width: int) -> nn.Module:
-    """Return layers of ``width``, and one number at the end."""
+    """Return linear layers of ``width``, with a single output."""
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(width, 1))
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW over all of it."""
+    """Return AdamW over all parameters."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Return how far the model is from adding the numbers up."""
+    """Return the mean squared distance between the output and the sum of the inputs."""
     loss: torch.Tensor = (model(batch).squeeze(-1) - batch.sum(dim=-1)).square().mean()
     return loss
 

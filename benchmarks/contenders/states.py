@@ -1,6 +1,6 @@
-"""States to save: reproducible tensors that hold no repeated bytes, and their comparison bit by bit.
+"""States to save: reproducible random tensors, and their comparison bit by bit.
 
-Every tensor can be made again from its name's place, so that a load can be checked without a second copy in memory.
+Every tensor can be generated again from its index, so a load is verified without a second copy in memory.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """``count`` float32 tensors of shape ``shape``, of which each is filled from its own place in the order."""
+    """``count`` float32 tensors of shape ``shape``; the index of a tensor is its seed."""
 
     count: int
     shape: tuple[int, ...]
 
     @property
     def bytes_in_all(self) -> int:
-        """Bytes of all tensors together."""
+        """Total bytes of all tensors."""
         return self.count * _FLOAT_BYTES * torch.Size(self.shape).numel()
 
     def names(self) -> list[str]:
-        """Names as a model of layers has them."""
+        """Names like those of a model with layers."""
         return [f"layers.{index // 6}.part_{index % 6}.weight" for index in range(self.count)]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor, made one at a time."""
+        """Yield name and tensor, generated one at a time."""
         for index, name in enumerate(self.names()):
             yield name, torch.rand(self.shape, generator=torch.Generator().manual_seed(index + 1))
 
@@ -49,24 +49,24 @@ class Layout:
         return dict(self.tensors())
 
     def zeros(self) -> State:
-        """Room for all tensors, written to once, so that its pages are there."""
+        """Return zeros of the same layout. They are written to once, so that their pages are mapped."""
         return {name: torch.zeros(self.shape).fill_(0) for name in self.names()}
 
 
 def large(total_bytes: float) -> Layout:
-    """Up to 144 matrices of 1,024 columns that hold about ``total_bytes`` together, as a transformer's do."""
+    """Return up to 144 matrices of 1,024 columns, about ``total_bytes`` together, like those of a transformer."""
     count = max(_FEWEST_TENSORS, min(_MOST_TENSORS, int(total_bytes) // (1 << 20)))
     rows = max(1, round(total_bytes / (count * _COLUMNS * _FLOAT_BYTES)))
     return Layout(count=count, shape=(rows, _COLUMNS))
 
 
 def small(count: int) -> Layout:
-    """``count`` vectors of 64 numbers."""
+    """Return ``count`` vectors of 64 numbers."""
     return Layout(count=count, shape=(64,))
 
 
 def sharded(layout: Layout, mesh: DeviceMesh) -> State:
-    """The layout's tensors, each divided along its rows over ``mesh``; every rank calls it."""
+    """Return the layout's tensors, each sharded along its rows over ``mesh``. Every rank must call this."""
     world = mesh.size()
     rows = -(-layout.shape[0] // world)
     start = mesh.get_local_rank() * rows
@@ -84,16 +84,16 @@ def sharded(layout: Layout, mesh: DeviceMesh) -> State:
 
 
 def poison(state: Mapping[str, torch.Tensor]) -> None:
-    """Overwrite every tensor, so that a load which does nothing can't pass for one that does."""
+    """Overwrite every tensor, so that a load which restores nothing is noticed."""
     for tensor in state.values():
         _local(tensor).fill_(-1.0)
 
 
 def check_equal(found: Mapping[str, torch.Tensor], layout: Layout, *, part: DeviceMesh | None = None) -> None:
-    """Compare ``found``, or this rank's part of it, bit by bit with what ``layout`` makes.
+    """Compare ``found``, or this rank's shard of it, bit by bit with the tensors of ``layout``.
 
     Raises:
-        BenchmarkError: a name is missing, or a tensor differs in shape, type or a bit.
+        BenchmarkError: names differ, or a tensor differs in shape, dtype or a bit.
     """
     names = layout.names()
     if sorted(found) != sorted(names):
@@ -108,7 +108,7 @@ def check_equal(found: Mapping[str, torch.Tensor], layout: Layout, *, part: Devi
 
 
 def memory_of(state: Mapping[str, torch.Tensor]) -> list[memoryview]:
-    """The bytes of each tensor of this rank, in order, without a copy."""
+    """Return the bytes of each tensor of this rank, in order, without a copy."""
     arrays: list[Any] = [_local(tensor).reshape(-1).view(torch.uint8).numpy() for tensor in state.values()]
     return [memoryview(array) for array in arrays]
 

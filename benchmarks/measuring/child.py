@@ -1,6 +1,6 @@
-"""One point of one benchmark, in a process of its own: ``python -m benchmarks.measuring.child``.
+"""Measures one point of one benchmark in a separate process: ``python -m benchmarks.measuring.child``.
 
-What was measured goes into a file, so that whatever a library prints is in nobody's way.
+The outcome is written to a file, so that a library may print whatever it likes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from conformance.plain_data import serial
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, or weigh one contender, and write the outcome; an error ends the process with a traceback."""
+    """Measure all contenders, or the peak memory of one, and write the outcome. An error ends the process with a traceback."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--benchmark", required=True)
     parser.add_argument("--point", type=int, required=True)
@@ -102,7 +102,7 @@ def _records(
 
 @contextmanager
 def _in_group(point: Point, rank: int, folder: Path) -> Iterator[Together]:
-    """The group of the point's ranks; nothing, and no torch, for a single process."""
+    """Join the process group of the point's ranks. A single process needs none, and does not import torch."""
     if point.ranks is None:
         yield Alone()
         return

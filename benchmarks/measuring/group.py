@@ -1,4 +1,4 @@
-"""The ranks of one point: a gloo group on the loopback device, whose members meet in a file."""
+"""The ranks of one point: a gloo group on the loopback interface, with a file as rendezvous."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 class Group:
-    """All ranks of the default group."""
+    """The default process group."""
 
     def wait(self) -> None:
-        """A barrier."""
+        """Wait at a barrier."""
         dist.barrier()
 
     def largest(self, seconds: float) -> float:
-        """The maximum over all ranks, on each of them."""
+        """Return the maximum over all ranks, on each rank."""
         value = torch.tensor([seconds], dtype=torch.float64)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value)
 
 
 @contextmanager
-def joined(rank: int, world_size: int, meeting_place: Path) -> Iterator[Group]:
+def joined(rank: int, world_size: int, rendezvous: Path) -> Iterator[Group]:
     """Join the group of ``world_size`` processes as ``rank``; leave it at the end."""
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=world_size, timeout=_TIMEOUT
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=_TIMEOUT
     )
     try:
         yield Group()

@@ -1,4 +1,4 @@
-"""Starts the processes in which a point is measured, waits for them, and says what they said when they broke off."""
+"""Starts the processes that measure a point, waits for them, and reports the end of their output when one fails."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _TAIL_LINES = 12
 def in_fresh_process(
     benchmark: str, point: Point, index: int, options: Options, results: Path, *, weigh: str = ""
 ) -> dict[str, Any]:
-    """Measure a point, or weigh one of its contenders, and return what the process found.
+    """Measure a point, or the peak memory of one contender, and return the outcome of the process.
 
     Args:
-        benchmark: its name, for the registry.
-        point: the point, for its number of ranks.
-        index: the point's place among the benchmark's points.
-        options: the run's.
-        results: a folder on the disk that is measured; a folder of its own is made in it and deleted again.
-        weigh: a contender's name.
+        benchmark: name in the registry.
+        point: the point; its ``ranks`` is the number of processes.
+        index: index of the point among the benchmark's points.
+        options: the options of the run.
+        results: a folder on the measured disk; a temporary folder is made in it.
+        weigh: name of the contender whose peak memory is measured; empty to measure times.
 
     Raises:
         UnableError: it can't be measured on this machine.
-        BenchmarkError: a process failed; the text is the end of what it said.
+        BenchmarkError: a process failed; the text is the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix=".work-", dir=results) as made:
         folder = Path(made).resolve()
@@ -72,7 +72,7 @@ def _start(command: Sequence[str], rank: int, log: Path, ranks: int | None) -> s
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Return the first process that failed or, at the limit, that still runs; None when all ended well."""
+    """Return the first process that failed, or that still runs at the time limit; None when all ended with 0."""
     deadline = time.monotonic() + _LIMIT_SECONDS
     running = dict(enumerate(processes))
     while running:
@@ -91,4 +91,4 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
 def _said(rank: int, code: int | None, log: Path, folder: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").replace(str(folder), "…").splitlines()
     text = "\n".join(lines[-_TAIL_LINES:]) or "nothing"
-    return f"process {rank} ended with {code}; it last said:\n{text}"
+    return f"process {rank} ended with {code}; end of its output:\n{text}"

@@ -1,4 +1,4 @@
-"""The rounds: every contender once a round, in an order that is drawn, so that a slow minute slows all of them."""
+"""The rounds: every contender once per round, in random order, so that a slow minute slows all of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, Protocol
 from benchmarks.measuring import memory
 from benchmarks.protocol import BenchmarkError, Contender, Scenario
 
-# The second call finds buffers of the first, which a library may keep: both count.
+# A library may keep buffers after the first call; they count in the second.
 _WEIGHED_CALLS = 2
 
 
 class Together(Protocol):
-    """The processes that measure one scenario: a round's call starts on all of them at once and lasts as long as the last."""
+    """The processes that measure one scenario. A call starts on all of them at once; its time is that of the slowest."""
 
     def wait(self) -> None:
         """Wait for all processes."""
@@ -31,10 +31,10 @@ class Alone:
     """One process."""
 
     def wait(self) -> None:
-        """Nobody to wait for."""
+        """Return at once: there is no other process."""
 
     def largest(self, seconds: float) -> float:
-        """Its own value."""
+        """Return ``seconds``."""
         return seconds
 
 
@@ -55,9 +55,9 @@ def measure(
 
     Args:
         scenario: what to measure; its ``close`` is the caller's to call.
-        rounds: recorded ones.
-        warm_up: one round more, before, which is not recorded.
-        together: the other processes that call this with the same arguments; None where there is none.
+        rounds: number of recorded rounds.
+        warm_up: run one more round first, which is not recorded.
+        together: the other processes that call this with the same arguments; None for a single process.
 
     Returns:
         contender -> what was measured.
@@ -71,7 +71,7 @@ def measure(
         raise BenchmarkError("two contenders have the same name")
     for contender in order:
         contender.prepare()
-    # What is there already is no garbage: without this each collection, before a call or within it, would walk all of it.
+    # Objects that exist now are no garbage. Without this, every collection before or during a call would visit all of them.
     gc.collect()
     gc.freeze()
     try:
@@ -90,7 +90,7 @@ def _rounds(order: Sequence[Contender], rounds: int, warm_up: bool, together: To
         for contender in shuffled(order, number):
             took, settled_after, result = _time(contender, together)
             if number == first:
-                stored.update(_look(contender, result))
+                stored.update(_check_first(contender, result))
             del result
             if number >= 0:
                 seconds[contender.name].append(took)
@@ -108,7 +108,7 @@ def _rounds(order: Sequence[Contender], rounds: int, warm_up: bool, together: To
 
 
 def weigh(contender: Contender) -> int:
-    """Return the bytes by which two calls of ``contender`` raise this process's peak; nothing else may have run in it."""
+    """Return by how many bytes two calls of ``contender`` raise the peak memory of this otherwise unused process."""
     contender.prepare()
     contender.before()
     base = memory.start()
@@ -122,9 +122,9 @@ def weigh(contender: Contender) -> int:
 
 
 def shuffled(order: Sequence[Contender], number: int) -> list[Contender]:
-    """The order of round ``number``, the same in each process and run.
+    """Return the order of round ``number``, the same in each process and run.
 
-    Drawn, so that nobody always comes right after the same one: what that has left in caches, and of the disk's work, differs.
+    It is random, so that no contender always runs after the same one, which leaves its data in caches and work for the disk.
     """
     return random.Random(number).sample(order, len(order))
 
@@ -142,15 +142,15 @@ def _time(contender: Contender, together: Together) -> tuple[float, float, Any]:
     return together.largest(took), together.largest(settled), result
 
 
-def _look(contender: Contender, result: Any) -> dict[str, int]:
-    """Once, outside of the timing: was the work done, and how many bytes does it take on the disk?"""
+def _check_first(contender: Contender, result: Any) -> dict[str, int]:
+    """Check the result of the first call, and return the bytes on disk. Not timed."""
     if contender.check is not None:
         contender.check(result)
     return {} if contender.stored is None else {contender.name: bytes_below(contender.stored())}
 
 
 def bytes_below(path: Path) -> int:
-    """Lengths of all files of a directory together, or of one file."""
+    """Return the total length of all files of a directory, or of one file."""
     files = [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
     if not files:
         raise BenchmarkError(f"{path}: nothing was stored")

@@ -1,8 +1,8 @@
-"""How much memory a call takes at its peak.
+"""The peak memory of a call.
 
-Measured is the growth of the process's resident set (``VmHWM`` of /proc/self/status, put back to the present size by
-``/proc/self/clear_refs``) over what was resident right before the first call. Pages of mapped files count too. Freed memory is
-given back to the system before, so that an earlier peak does not hide a later one.
+Measured is the growth of the process's resident set above its size right before the first call: ``VmHWM`` of
+/proc/self/status, reset to the current size with ``/proc/self/clear_refs``. Pages of mapped files count too. Freed memory is
+returned to the system first, so that an earlier peak does not hide a later one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from benchmarks.protocol import BenchmarkError
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-_PUT_PEAK_BACK = "5"
+_RESET_PEAK = "5"
 
 
 def why_not() -> str:
-    """Why peaks can't be measured here; empty where they can."""
+    """Return why peaks can't be measured here, or an empty text."""
     try:
-        _put_peak_back()
+        _reset_peak()
         resident_bytes()
     except (OSError, BenchmarkError) as error:
         return f"the peak of resident memory can't be read here: {error}"
@@ -30,32 +30,32 @@ def why_not() -> str:
 
 
 def resident_bytes() -> int:
-    """Bytes that are resident now."""
+    """Return the resident bytes."""
     return _read("VmRSS")
 
 
 def start() -> int:
-    """Give back what is free, forget earlier peaks, and return the bytes that are resident now."""
+    """Return free memory to the system, reset the peak, and return the resident bytes."""
     gc.collect()
-    # Another C library than glibc has its own way of keeping memory, which then counts as it is.
+    # Only glibc has malloc_trim. With another C library the memory that it keeps counts.
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
-    _put_peak_back()
+    _reset_peak()
     return resident_bytes()
 
 
 def peak_since(base: int) -> int:
-    """Bytes by which the resident set has risen above ``base`` at its peak since :func:`start`."""
+    """Return how far the peak of the resident set since :func:`start` lies above ``base``, in bytes."""
     return max(0, _read("VmHWM") - base)
 
 
 def available_bytes() -> int:
-    """Bytes that the system can still give out without swapping."""
+    """Return the bytes that are available without swapping."""
     return _read("MemAvailable", Path("/proc/meminfo"))
 
 
-def _put_peak_back() -> None:
-    _CLEAR.write_text(_PUT_PEAK_BACK)
+def _reset_peak() -> None:
+    _CLEAR.write_text(_RESET_PEAK)
 
 
 def _read(name: str, path: Path = _STATUS) -> int:

@@ -1,4 +1,4 @@
-"""The benchmarks by name. A module is imported when its benchmark is asked for, because most of them import torch."""
+"""The benchmarks by name. A module is imported only when its benchmark is needed, because most of them import torch."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ MODULES: Mapping[str, str] = {
 
 
 def all_benchmarks() -> list[Benchmark]:
-    """All of :data:`MODULES`, in their order."""
+    """Return all of :data:`MODULES`, in order."""
     return [find(name) for name in MODULES]
 
 
 def find(name: str) -> Benchmark:
-    """Return the benchmark called ``name``; a name with a dot is a module's that has a ``BENCHMARK``.
+    """Return the benchmark called ``name``; a name with a dot is that of a module with a ``BENCHMARK``.
 
     Raises:
-        ValueError: there is none; the message lists those that there are.
+        ValueError: there is none; the message lists the known names.
     """
     module = MODULES.get(name, name if "." in name else "")
     found = None

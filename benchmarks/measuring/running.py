@@ -1,4 +1,4 @@
-"""A run: every point of every benchmark in fresh processes, one after the other, into records."""
+"""A run: measures every point of every benchmark in fresh processes, one after the other, and writes the records."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _PACKAGES = ("hyper_resume", "numpy", "safetensors", "torch", "torchsnapshot", "
 
 
 def run(benchmarks: Sequence[Benchmark], options: Options, results: Path) -> Iterator[str | Report]:
-    """Measure everything; yields a line of progress before each point, and the whole report last.
+    """Measure everything. Yields a progress line before each point, and the report at the end.
 
     Args:
-        benchmarks: in this order.
-        options: the run's.
-        results: gets ``records.jsonl``, and lies on the disk that is measured.
+        benchmarks: measured in this order.
+        options: the options of the run.
+        results: a folder on the measured disk, where ``records.jsonl`` is written.
 
     Raises:
         FileExistsError: ``results`` has records already.
@@ -123,7 +123,7 @@ def _growth(benchmark: Benchmark, records: Iterable[Record]) -> Iterator[GrowthR
 
 
 def _counts(records: Iterable[Record]) -> dict[str, int]:
-    """Points that were measured, failures, and goals by status."""
+    """Count measured points, failures, and goals by status."""
     counts: Counter[str] = Counter({"points": 0, "failures": 0, "met": 0, "not met": 0, "not measured": 0})
     points = set()
     for record in records:
@@ -171,7 +171,7 @@ def _versions() -> dict[str, str]:
 
 
 def as_options(found: Any) -> Options:
-    """Options of parsed arguments: what was not given is the default, with smoke another one."""
+    """Return the options of parsed arguments. Defaults are smaller with ``--smoke``."""
     default = Options(smoke=True, sizes_gb=(0.02,), worlds=(64, 256), ranks=(1, 2)) if found.smoke else Options()
     return replace(
         default,

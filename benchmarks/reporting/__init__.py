@@ -1,1 +1,1 @@
-"""From rounds to records, figures, table and page."""
+"""Turns measured rounds into figures, records, a table and a page."""

@@ -1,6 +1,6 @@
-"""Curves and bars as inline SVG: the same bytes for the same records, colours by class so that they follow light and dark.
+"""Curves and bars as inline SVG. The same records give the same bytes; classes choose the colours, for light and dark pages.
 
-Curves are told apart by marker as well as by colour, and carry their last value as a number.
+Curves differ in marker as well as in colour, and are labelled with their last value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MARKERS = ("circle", "square", "diamond", "triangle", "ring", "cross")
 
 @dataclass(frozen=True, kw_only=True)
 class Dot:
-    """A measured place: the median at ``y`` with the extremes around it, and ``text`` for a reader."""
+    """One measured point: the median ``y``, the extremes, and a label."""
 
     x: float
     y: float
@@ -30,7 +30,7 @@ class Dot:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One contender. ``style`` is a class of the style sheet, ``number`` chooses the marker."""
+    """One contender. ``style`` is a class of the style sheet; ``number`` selects the marker."""
 
     label: str
     style: str
@@ -65,7 +65,7 @@ def draw_curves(curves: Sequence[Curve], *, x_label: str, y_label: str, title: s
 
 
 def draw_bars(curves: Sequence[Curve], *, y_label: str, title: str) -> str:
-    """Return an ``<svg>`` with one bar a contender, from 0, of its only dot."""
+    """Return an ``<svg>`` with one bar per contender, from 0 to the value of its only dot."""
     if not curves:
         return ""
     most = max(dot.most for curve in curves for dot in curve.dots) or 1.0
@@ -87,7 +87,7 @@ def draw_bars(curves: Sequence[Curve], *, y_label: str, title: str) -> str:
 
 
 def swatch(style: str, number: int) -> str:
-    """A short piece of a curve for a table."""
+    """Return a short piece of the curve, for a table."""
     inner = f'<path class="curve {style}" d="M1 8H33"/>{_marker(number, style, 17, 8)}'
     return f'<svg class="swatch" viewBox="0 0 34 16" aria-hidden="true">{inner}</svg>'
 
@@ -100,8 +100,8 @@ def _curve(curve: Curve, x: Callable[[float], float], y: Callable[[float], float
     for dot in curve.dots:
         spread = f"M{x(dot.x):.1f} {y(dot.least):.1f}V{y(dot.most):.1f}"
         parts.append(f'<path class="range {curve.style}" d="{spread}"/>')
-        told = f"<title>{escape(curve.label)}: {escape(dot.text)}</title>"
-        parts.append(f"<g>{told}{_marker(curve.number, curve.style, x(dot.x), y(dot.y))}</g>")
+        title = f"<title>{escape(curve.label)}: {escape(dot.text)}</title>"
+        parts.append(f"<g>{title}{_marker(curve.number, curve.style, x(dot.x), y(dot.y))}</g>")
     text = f"{curve.label}: {last.text}"
     parts.append(f'<text class="name" x="{WIDTH - _RIGHT + 12}" y="{place + 4:.1f}">{escape(text)}</text>')
     return parts
@@ -130,14 +130,14 @@ def _log_scale(values: Sequence[float], start: float, end: float) -> Callable[[f
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten between the two; powers alone when these are many."""
+    """Return 1, 2 and 5 times the powers of ten between the two, or the powers alone when there are many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if len(powers) <= 4 else (1,)
     return [factor * 10.0**power for power in powers for factor in factors if low <= factor * 10.0**power <= high]
 
 
 def _apart(wanted: Sequence[float]) -> list[float]:
-    """Heights for labels, near the wanted ones, in their order, that do not write over each other and stay in the plot."""
+    """Return heights for labels near the wanted ones and in their order, without overlap and within the plot."""
     order = sorted(range(len(wanted)), key=lambda place: wanted[place])
     found = list(wanted)
     below = -math.inf

@@ -1,4 +1,4 @@
-"""The page: one HTML file made from the records, with everything that it needs inside and nothing that runs."""
+"""The page: one self-contained HTML file, made from the records, without scripts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.reporting.records import (
 
 _TEMPLATES = Path(__file__).parents[1] / "templates"
 _PEER_STYLES = 5
-# Of a row; one that is empty throughout a section is left out.
+# Columns of a row. A column that is empty in a whole section is left out.
 _COLUMNS = (
     ("speed", "GB/s"),
     ("settled", "until settled"),
@@ -36,7 +36,7 @@ _PILLS = {"met": "good", "not met": "bad", "not measured": "open", "no goal": "p
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measurement in the units of the page."""
+    """One measurement, formatted for the page."""
 
     point: str
     contender: str
@@ -109,7 +109,7 @@ def _section(name: str, report: Report) -> Section:
 
 
 def _joined(absences: Sequence[AbsenceRecord]) -> list[AbsenceRecord]:
-    """What is absent for the same reason at several points is told once."""
+    """Join absences with the same reason at several points."""
     points: dict[tuple[str | None, str], list[str]] = {}
     for record in absences:
         points.setdefault((record.contender, record.reason), []).append(record.point)
@@ -120,7 +120,7 @@ def _joined(absences: Sequence[AbsenceRecord]) -> list[AbsenceRecord]:
 
 
 def _styles(measured: Sequence[MeasurementRecord]) -> dict[str, tuple[str, int]]:
-    """Contender -> class and marker. The first of ours has the strongest colour, limits are grey."""
+    """Return contender -> class and marker."""
     found: dict[str, tuple[str, int]] = {}
     peers = 0
     for record in measured:
@@ -136,7 +136,7 @@ def _styles(measured: Sequence[MeasurementRecord]) -> dict[str, tuple[str, int]]
 
 
 def _plots(measured: Sequence[MeasurementRecord], styles: dict[str, tuple[str, int]]) -> Iterator[tuple[str, Markup]]:
-    """A plot of time, or of speed where bytes are the axis; curves over several points, bars at a single one."""
+    """Yield a plot of times, or of speeds where the axis counts bytes: curves for several points, bars for a single one."""
     if not measured:
         return
     axis = measured[0].axis

@@ -1,4 +1,4 @@
-"""From rounds to figures: ratios within a round, their median and their spread."""
+"""Turns rounds into figures: the ratio within each round, its median and its spread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.reporting.records import FigureRecord, MeasurementRecord, Status
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Median, extremes and quartiles (between the two nearest values, ends included) of ``samples`` values."""
+    """Median, extremes and quartiles (interpolated, ends included) of ``samples`` values."""
 
     median: float
     least: float
@@ -46,13 +46,13 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def judge(figure: Figure, measured: Mapping[str, MeasurementRecord], *, benchmark: str, point: str) -> FigureRecord:
-    """Return the figure with its ratio, or with why there is none.
+    """Return the figure with its ratio, or with the reason why there is none.
 
     Args:
         figure: what to compare.
         measured: contender -> its measurement at this point.
-        benchmark: for the record.
-        point: for the record.
+        benchmark: name of the benchmark, for the record.
+        point: label of the point, for the record.
     """
     ratios, reason = _ratios(figure, measured)
     found = spread(ratios) if ratios else None
@@ -121,7 +121,7 @@ def _ratios(figure: Figure, measured: Mapping[str, MeasurementRecord]) -> tuple[
 
 
 def values_of(measurement: MeasurementRecord, quantity: Quantity) -> Sequence[float]:
-    """One value a round for times, one value in all for bytes; empty where it was not measured."""
+    """Return one value per round for times, a single value for bytes, and nothing where it was not measured."""
     if quantity == "seconds":
         return measurement.seconds
     if quantity == "settled_seconds":

@@ -1,6 +1,6 @@
-"""``records.jsonl``: what a run measured. One header, then records, one footer; without the footer it is no report.
+"""``records.jsonl``: the records of a run. A header, the records, and a footer; a file without footer is not a report.
 
-Everything that the table and the page show is here, so that both can be made again from the file alone.
+The table and the page are made from this file alone.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Status = Literal["met", "not met", "not measured", "no goal"]
 
 
 class RecordsError(ValueError):
-    """A file of records can't be read, or is no whole report; the message names the place."""
+    """A file of records can't be read, or is incomplete; the message names the place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderRecord:
-    """What was asked for, and where the numbers come from.
+    """The options of the run, and where its numbers come from.
 
-    ``benchmarks`` is name -> title, in the order of the run; ``threads`` torch's number of threads within an operation.
+    ``benchmarks`` maps names to titles, in the order of the run; ``threads`` is torch's number of intra-op threads.
     """
 
     schema: str
@@ -57,13 +57,13 @@ class MeasurementRecord:
     """One contender at one point of one benchmark.
 
     Attributes:
-        payload_bytes: of one process.
-        seconds: one a round, in order; with several ranks, of the last rank.
-        settled_seconds: from the same start until nothing was left running; empty where a call leaves nothing.
-        disk_bytes: lengths of the files that it wrote.
-        peak_bytes: see :mod:`benchmarks.measuring.memory`; from a process of its own. None where it was not weighed.
-        checked: its result was compared, bit for bit where it restores something, outside of the timing.
-        place: on the point's axis.
+        payload_bytes: per process.
+        seconds: one value per round, in order; with several ranks, that of the slowest.
+        settled_seconds: from the same start to the end of the background work; empty where a call has none.
+        disk_bytes: total length of the files that it wrote.
+        peak_bytes: see :mod:`benchmarks.measuring.memory`; from a separate process. None where it was not measured.
+        checked: its result was verified outside of the timing, bit for bit where it restores something.
+        place: position of the point on its axis.
     """
 
     benchmark: str
@@ -83,7 +83,7 @@ class MeasurementRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class FigureRecord:
-    """A ratio, ``above`` over ``below``, with the spread over the rounds; None where ``reason`` says that there is none."""
+    """The ratio ``above`` / ``below`` with its spread over the rounds; None where there is none, for the ``reason`` given."""
 
     benchmark: str
     point: str
@@ -116,7 +116,7 @@ class GrowthRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class AbsenceRecord:
-    """A contender, or a point (``contender`` None), that was not measured, and why."""
+    """A contender that was not measured, or a whole point (``contender`` None), with the reason."""
 
     benchmark: str
     point: str
@@ -126,7 +126,7 @@ class AbsenceRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """A point that broke off. ``reason`` is the end of what its process said."""
+    """A point whose process failed. ``reason`` is the end of its output."""
 
     benchmark: str
     point: str
@@ -135,7 +135,7 @@ class FailureRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class FooterRecord:
-    """The end. ``counts``: points, failures, and goals by status."""
+    """The end of the run. ``counts``: points, failures, and goals by status."""
 
     counts: Mapping[str, int]
     seconds: float
@@ -161,19 +161,19 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A whole file: a header, a footer, and what lies between."""
+    """A complete file: header, footer, and the records between them."""
 
     header: HeaderRecord
     footer: FooterRecord
     records: tuple[Record, ...]
 
     def of(self, kind: type[R]) -> tuple[R, ...]:
-        """The records of one kind, in order."""
+        """Return the records of one kind, in order."""
         return tuple(record for record in self.records if isinstance(record, kind))
 
 
 class RecordsWriter:
-    """Appends records to a new file and keeps them; each call is one write."""
+    """Appends records to a new file and keeps them. Each call is one write."""
 
     def __init__(self, folder: Path, header: HeaderRecord) -> None:
         """Start ``records.jsonl`` in ``folder``, which is made.
@@ -189,13 +189,13 @@ class RecordsWriter:
         self._put([header])
 
     def write(self, records: Iterable[Record]) -> None:
-        """Append ``records`` together."""
+        """Append ``records`` in one write."""
         found = list(records)
         self._records += found
         self._put(found)
 
     def finish(self, footer: FooterRecord) -> Report:
-        """End the file and return all of it."""
+        """Write the footer, and return the whole report."""
         self._put([footer])
         self._file.close()
         return Report(header=self._header, footer=footer, records=tuple(self._records))

@@ -10,17 +10,17 @@ _HEAD = ("benchmark", "point", "what", "measured", "quartiles", "range", "of", "
 
 
 def lines(report: Report) -> Iterator[str]:
-    """All figures, then what is missing, then the sum."""
+    """Yield all figures, then what is missing, then the counts."""
     header, footer = report.header, report.footer
     if header.smoke:
-        yield "SMOKE: sizes at which everything is shown to run. The figures prove nothing."
+        yield "SMOKE: small sizes, to see that everything runs. The figures prove nothing."
     rows = [_HEAD, *(_row(figure) for figure in report.of(FigureRecord))]
     widths = [max(len(row[place]) for row in rows) for place in range(len(_HEAD))]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     for growth in report.of(GrowthRecord):
-        told = f"grows with {growth.axis} to the power of {growth.exponent:.2f}, over {len(growth.points)} points"
-        yield f"{growth.benchmark}: {growth.contender} {told}"
+        text = f"grows with {growth.axis} to the power of {growth.exponent:.2f}, over {len(growth.points)} points"
+        yield f"{growth.benchmark}: {growth.contender} {text}"
     for absence in report.of(AbsenceRecord):
         yield f"absent: {absence.benchmark}, {absence.point}: {absence.contender or 'all'}: {absence.reason}"
     for failure in report.of(FailureRecord):
@@ -47,7 +47,7 @@ def _row(figure: FigureRecord) -> tuple[str, ...]:
 
 
 def ratio_text(value: float | None) -> str:
-    """A ratio in three digits, as people write it; a dash where there is none."""
+    """Return a ratio with three digits, or a dash where there is none."""
     if value is None:
         return "–"
     if value >= 100:
@@ -56,17 +56,17 @@ def ratio_text(value: float | None) -> str:
 
 
 def span_text(least: float | None, most: float | None) -> str:
-    """Two ratios."""
+    """Return a range of two ratios."""
     return "" if least is None else f"{ratio_text(least)} to {ratio_text(most)}"
 
 
 def goal_text(figure: FigureRecord) -> str:
-    """What is asked of a figure; empty where nothing is."""
+    """Return the goal of a figure, or an empty text."""
     return "" if figure.relation is None else f"{figure.relation} {ratio_text(figure.bound)}"
 
 
 def seconds_text(values: Sequence[float]) -> str:
-    """The median of some durations, in the unit that suits it."""
+    """Return the median of some durations, in a suitable unit."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

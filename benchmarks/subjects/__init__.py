@@ -1,1 +1,1 @@
-"""The benchmarks, one module each, with its ``BENCHMARK``."""
+"""The benchmarks: one module each, with its ``BENCHMARK``."""

@@ -1,4 +1,4 @@
-"""Asynchronous saves: how long training stands still, how long until the save is durable, and what it takes in memory."""
+"""Asynchronous saves: how long training is blocked, how long until the save is durable, and how much memory it takes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMCPY = "memcpy"
 
 
 def build(point: Point, context: Context) -> Scenario:
-    """The timed call is the one that training waits for; what it leaves running is waited for before the next contender."""
+    """The timed call is the one that blocks training. Its background work ends before the next contender starts."""
     layout = states.large(point.value * GB)
     state, room = layout.state(), states.State()
     library = ours.Ours(context.folder / "ours")
@@ -37,7 +37,7 @@ def build(point: Point, context: Context) -> Scenario:
             before=lambda: states.poison(room),
             call=lambda: limits.copy(state, room),
             check=lambda _: states.check_equal(room, layout),
-            note="torch's copy_ into memory that was written to before",
+            note="torch's copy_ into memory whose pages are mapped already",
         ),
         Contender(
             name=ours.ASYNC,
@@ -74,22 +74,22 @@ def _figures() -> list[Figure]:
     others = (async_peers.STOCK, async_peers.STOCK_CACHED, async_peers.CHECKPOINTING)
     return [
         Figure(
-            text="blocked time of an async save, of one memcpy's",
+            text="blocking time of an async save / one memcpy",
             above=(ours.ASYNC,),
             below=MEMCPY,
             relation="at most",
             bound=1.2,
         ),
         Figure(
-            text="peak extra memory of an async save, in payloads (5% for what is no tensor)",
+            text="peak extra memory of an async save / payload (5% allowed for non-tensor data)",
             above=(ours.ASYNC,),
             below=PAYLOAD,
             quantity="peak_bytes",
             relation="at most",
             bound=2.05,
         ),
-        *compared(ours.ASYNC, others, "blocked time"),
-        *compared(ours.ASYNC, others, "time until durable", "settled_seconds"),
+        *compared(ours.ASYNC, others, "blocking time"),
+        *compared(ours.ASYNC, others, "time to durable", "settled_seconds"),
     ]
 
 

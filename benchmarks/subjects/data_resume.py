@@ -1,4 +1,4 @@
-"""Resuming the data position far inside an epoch: no sample before it is read, and hardly any time goes by."""
+"""Resuming the data position far inside an epoch: no earlier sample is read, and it takes hardly any time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _INDEX_BYTES = 8
 
 
 class _Counted:
-    """Sample i is i; counts how often it is asked."""
+    """Sample i is the number i. Counts the reads."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -46,13 +46,13 @@ class _Counted:
 
 
 def points(options: Options) -> Sequence[Point]:
-    """A tenth of the way into one large epoch."""
+    """One point: a tenth of the way into a large epoch."""
     samples = _SMOKE_SAMPLES if options.smoke else _SAMPLES
     return [Point(label=f"sample {samples // 10:,} of {samples:,}", axis="samples", value=samples)]
 
 
 def build(point: Point, context: Context) -> Scenario:
-    """A fresh loader for each call; the payload is the epoch's index of 8 bytes a sample."""
+    """A fresh loader per call. The payload is the epoch's index, 8 bytes per sample."""
     samples = int(point.value)
     dataset = _Counted(samples)
     position = {**_loader(dataset).state_dict(), "batches_consumed": samples // 10 // _BATCH}
@@ -75,7 +75,7 @@ def build(point: Point, context: Context) -> Scenario:
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(1))
         expected = order[samples // 10 : samples // 10 + _BATCH]
         if dataset.reads != _BATCH or not torch.equal(torch.as_tensor(batch), expected):
-            raise BenchmarkError(f"the first batch is not the one that was due, or {dataset.reads} samples were read")
+            raise BenchmarkError(f"the first batch is not the expected one, or {dataset.reads} samples were read")
 
     return Scenario(
         payload_bytes=samples * _INDEX_BYTES,
@@ -85,7 +85,7 @@ def build(point: Point, context: Context) -> Scenario:
                 role="limit",
                 call=lambda: torch.randperm(samples, generator=torch.Generator().manual_seed(1)),
                 is_weighed=True,
-                note="what a loader that has this order can't do without",
+                note="every loader with this order has to build it",
             ),
             Contender(name=RESTORE, role="ours", before=before, call=restore, check=check_position),
             Contender(
@@ -106,9 +106,9 @@ def build(point: Point, context: Context) -> Scenario:
                 bound=_SECONDS,
             ),
             Figure(text="seconds to resume and read the first batch", above=(FIRST_BATCH,), below=UNIT),
-            Figure(text="resume and first batch, of making the index", above=(FIRST_BATCH,), below=INDEX),
+            Figure(text="resume and first batch / building the index", above=(FIRST_BATCH,), below=INDEX),
             Figure(
-                text="peak extra memory with the first batch, in indexes",
+                text="peak extra memory with the first batch / size of the index",
                 above=(FIRST_BATCH,),
                 below=PAYLOAD,
                 quantity="peak_bytes",

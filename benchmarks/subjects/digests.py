@@ -1,4 +1,4 @@
-"""What digests and verification cost of a save and of a load."""
+"""What digests and verification add to a save and to a load."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from benchmarks.protocol import GB, Benchmark, Contender, Context, Figure, Optio
 from hyper_resume import digest
 
 ONE_PASS = "one xxh3 pass"
-SAVE_WITHOUT = "hyper_resume save, its digests left out"
-LOAD_WITHOUT = "hyper_resume load, its digests left out"
-# Of the whole; what a part of so much makes it longer by is that of the rest.
+SAVE_WITHOUT = "hyper_resume save without digests"
+LOAD_WITHOUT = "hyper_resume load without digests"
+# Shares of the whole time. A share s of the whole makes the rest 1 / (1 - s) times as long.
 _SHARE_OF_SAVE, _SHARE_OF_LOAD = 0.05, 0.15
 
 
@@ -22,7 +22,7 @@ def points(options: Options) -> Sequence[Point]:
 
 
 def build(point: Point, context: Context) -> Scenario:
-    """The whole save and the whole load, with their digests and without: what is hashed beside a write costs no time."""
+    """Compare the whole save and the whole load with and without digests: hashing that overlaps a write costs no time."""
     layout = states.large(point.value * GB)
     state, target = layout.state(), layout.zeros()
     saving, loading, by_size, *without = (
@@ -44,25 +44,25 @@ def build(point: Point, context: Context) -> Scenario:
         ],
         figures=[
             Figure(
-                text="a save, times as long as without digests (a share of 5%)",
+                text="save time with digests / without (digests at most 5% of the save)",
                 above=(ours.SAVE,),
                 below=SAVE_WITHOUT,
                 relation="at most",
                 bound=round(1 / (1 - _SHARE_OF_SAVE), 3),
             ),
             Figure(
-                text="a load, times as long as without digests (a share of 15%)",
+                text="load time with digests / without (digests at most 15% of the load)",
                 above=(ours.LOAD,),
                 below=LOAD_WITHOUT,
                 relation="at most",
                 bound=round(1 / (1 - _SHARE_OF_LOAD), 3),
             ),
             Figure(
-                text="a load with verify=digest, times as long as with verify=size",
+                text="load time with verify=digest / with verify=size",
                 above=(ours.LOAD,),
                 below=ours.LOAD_SIZES,
             ),
-            Figure(text="a load, in passes of xxh3", above=(ours.LOAD,), below=ONE_PASS),
+            Figure(text="load time / one xxh3 pass", above=(ours.LOAD,), below=ONE_PASS),
         ],
     )
 
@@ -108,4 +108,4 @@ def _load(
     )
 
 
-BENCHMARK = Benchmark(name="digests", title="Share of digests and verification", points=points, build=build)
+BENCHMARK = Benchmark(name="digests", title="Cost of digests and verification", points=points, build=build)

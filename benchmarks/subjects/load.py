@@ -1,4 +1,4 @@
-"""Loading large tensors from a warm page cache, digests verified, against ``readinto`` and against stock DCP."""
+"""Loading large tensors from a warm page cache with digests verified, compared with a raw read and with other libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RAW = "raw readinto"
 
 
 def build(point: Point, context: Context) -> Scenario:
-    """Each contender loads what it saved itself; before each call its files are read once and the target is overwritten."""
+    """Each contender loads what it saved. Before each call its files are read once, and the target is overwritten."""
     layout = states.large(point.value * GB)
     target = layout.zeros()
     library = ours.Ours(context.folder / "ours")
@@ -48,28 +48,22 @@ def build(point: Point, context: Context) -> Scenario:
         contenders=contenders,
         figures=[
             Figure(
-                text="load, times as fast as stock dcp.load",
-                above=(peers.STOCK_LOAD,),
-                below=ours.LOAD,
-                relation="at least",
-                bound=8.0,
-            ),
-            Figure(
-                text="speed of a load, of a raw readinto's",
+                text="load speed / raw read speed",
                 above=(RAW,),
                 below=ours.LOAD,
                 relation="at least",
-                bound=0.6,
+                # A load copies every byte once, as a raw read does; the tenth is for verification and metadata.
+                bound=0.9,
             ),
             Figure(
-                text="peak extra memory of a load, in payloads (5% for what is no tensor)",
+                text="peak extra memory of a load / payload (5% allowed for non-tensor data)",
                 above=(ours.LOAD,),
                 below=PAYLOAD,
                 quantity="peak_bytes",
                 relation="at most",
                 bound=1.05,
             ),
-            *compared(ours.LOAD, [peer.load_name for peer in found[1:]], "load"),
+            *compared(ours.LOAD, [peer.load_name for peer in found], "load"),
         ],
         absent=absent,
     )
@@ -90,7 +84,7 @@ def _raw(layout: states.Layout, target: states.State, folder: Path) -> Contender
         save=lambda state: limits.write(states.memory_of(state), folder, []),
         path=lambda: folder,
         load=load,
-        note="one file, into tensors that are there",
+        note="one file, into existing tensors",
     )
 
 
@@ -127,7 +121,7 @@ def _contender(
     return Contender(
         name=name,
         role=role,
-        # The state that is saved lives no longer than its save.
+        # The saved state is freed after the save.
         prepare=lambda: save(layout.state()),
         before=before,
         call=load,

@@ -1,9 +1,9 @@
-"""A trainer that neither saves nor restores, against the loop that its user would write by hand.
+"""A trainer that neither saves nor restores, compared with a hand-written training loop.
 
-Compared is a step in the middle of an epoch. Both sides take a batch, move it to the device, go forward and backward, clip,
-step, clear the gradients, and read the loss and the gradient norm as numbers: a loop whose user wants to see how training
-goes does that too. The bare loop reads with torch's ``DataLoader`` and ``DistributedSampler``, which give the same batches.
-What a training and an epoch take once, to begin and to end, is in no slice (:mod:`benchmarks.contenders.sliced`).
+The measured steps lie in the middle of an epoch. Both sides take a batch, move it to the device, run forward and backward,
+clip, step, clear the gradients, and read the loss and the gradient norm as numbers, as a loop that logs its progress does.
+The bare loop reads with torch's ``DataLoader`` and ``DistributedSampler``, which give the same batches. The start and the end
+of a training and of an epoch are in no slice (:mod:`benchmarks.contenders.sliced`).
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from benchmarks.reporting import ratios
 from hyper_resume.data import DataLoader
 
 BARE = "bare loop"
-BARE_OVER_OURS = "bare loop over this library's data loader"
+BARE_OVER_OURS = "bare loop with this library's data loader"
 OFF = "trainer, saving and restoring off"
-# Widths, with the samples of a batch and the rounds. The wide one is a step of some milliseconds whose weights and moments stay
-# in the cache, so that its time is steady. In the narrow one nearly all is Python: no training has a smaller step, so that
-# what a trainer adds shows most.
+# Width -> samples per batch, and rounds. A wide step takes some milliseconds, and its weights and moments stay in the cache, so
+# its time is steady. A narrow step is nearly all Python. No training has a smaller step, so the overhead of a trainer is
+# largest there.
 _WIDE, _NARROW = 160, 8
 _BATCHES = {_WIDE: 128, _NARROW: 8}
 _ROUNDS = {_WIDE: 250, _NARROW: 300}
-# Of a slice. Its first step finds the caches full of the other loops' data, which a training never does.
+# Steps per slice. The first one starts with the caches full of the other loops' data, unlike in a real training.
 _STEPS = 10
 _SMOKE_STEPS, _SMOKE_ROUNDS = 2, 3
-# Meant is 1. This is what the harness allows for noise.
+# The target is 1; 2% is allowed for noise.
 _TOLERATED = 1.02
 
-# Trains a model on a dataset in batches of a size, collated by the function.
+# Trains a model on a dataset with a batch size and a collate function.
 Train = Callable[[nn.Module, Numbers, int, Collate], None]
 
 
 def points(options: Options) -> Sequence[Point]:
-    """Two sizes of a step; with ``smoke`` the small one, in few rounds."""
+    """Two step sizes; with ``smoke`` the small one only, in few rounds."""
     if options.smoke:
         return [Point(label="narrow step", axis="width", value=_NARROW, rounds=_SMOKE_ROUNDS)]
     return [
@@ -57,11 +57,11 @@ def points(options: Options) -> Sequence[Point]:
 
 
 def build(point: Point, context: Context) -> Scenario:
-    """The three loops, each at its first batch."""
+    """Start the three loops, each held at its first batch."""
     width = int(point.value)
     batch_size = _BATCHES[width]
     steps = _SMOKE_STEPS if context.options.smoke else _STEPS
-    # One slice for the round that is not recorded, and one batch beyond the last, in which they are held.
+    # One slice more for the warm-up round, and one batch after the last, where the loops are held.
     samples = ((point.rounds or 0) + 2) * steps * batch_size
     loops = Loops(lambda: small_training.make_model(width), steps)
     note = f"{LAYERS} layers of width {width}, batches of {batch_size}; slices of {steps} steps, on one thread"
@@ -82,10 +82,14 @@ def build(point: Point, context: Context) -> Scenario:
 def _figures(width: int, steps: int) -> list[Figure]:
     goal: dict[str, Any] = {"relation": "at most", "bound": _TOLERATED} if width == _WIDE else {}
     return [
-        Figure(text="a step with saving and restoring off, of the bare loop's", above=(OFF,), below=BARE, **goal),
-        Figure(text="the same, of the bare loop's over this library's loader", above=(OFF,), below=BARE_OVER_OURS),
-        Figure(text="this library's loader in the bare loop, of torch's loader", above=(BARE_OVER_OURS,), below=BARE),
-        *(Figure(text=f"seconds of {steps} steps: {name}", above=(name,), below=UNIT) for name in (BARE, OFF)),
+        Figure(text="step time with saving and restoring off / bare loop", above=(OFF,), below=BARE, **goal),
+        Figure(
+            text="step time with saving and restoring off / bare loop with this library's loader",
+            above=(OFF,),
+            below=BARE_OVER_OURS,
+        ),
+        Figure(text="bare loop with this library's loader / with torch's loader", above=(BARE_OVER_OURS,), below=BARE),
+        *(Figure(text=f"seconds for {steps} steps: {name}", above=(name,), below=UNIT) for name in (BARE, OFF)),
     ]
 
 
@@ -112,11 +116,11 @@ def _bare_loop(model: nn.Module, loader: Any) -> None:
         float(norm)
 
 
-BENCHMARK = Benchmark(name="nothing-when-off", title="Nothing when off", points=points, build=build)
+BENCHMARK = Benchmark(name="nothing-when-off", title="Training step with saving off", points=points, build=build)
 
 
 def main() -> int:
-    """Tell what a trainer adds to a step in microseconds, which a ratio can't: the median of the rounds' differences."""
+    """Print the overhead per step in microseconds: the median over the rounds of the difference from the bare loop."""
     options = Options()
     for point in points(options):
         with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +134,7 @@ def main() -> int:
             added = ratios.spread([(ours - bare) / _STEPS * 1e6 for ours, bare in pairs])
             step = ratios.spread(found[BARE].seconds).median / _STEPS * 1e6
             quartiles = f"quartiles {added.lower_quartile:+.1f} to {added.upper_quartile:+.1f}"
-            print(f"{point.label}: {name}: {added.median:+.1f} µs ({quartiles}) beside a bare step of {step:.0f} µs")
+            print(f"{point.label}: {name}: {added.median:+.1f} µs ({quartiles}); a bare step takes {step:.0f} µs")
     return 0
 
 

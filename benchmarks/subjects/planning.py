@@ -1,4 +1,4 @@
-"""What planning a save costs rank 0, by the number of ranks, which are simulated."""
+"""What planning a save costs on rank 0, by world size. The other ranks are simulated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.subjects.save import deleting
 STOCK = "stock DCP, every save"
 OURS = "hyper_resume, second save"
 _TENSORS = 500
-# A round of more ranks takes minutes: their points are there for the curve.
+# With more ranks a round takes minutes. These points are measured once, for the curve.
 _MOST_RANKS_REPEATED = 1024
 _GOAL_RANKS = 1024
 # Plans, results and metadata of one entry, measured at 256 ranks and rounded up.
@@ -30,7 +30,7 @@ _BYTES_AN_ENTRY = 2_000
 
 
 def points(options: Options) -> Sequence[Point]:
-    """The run's numbers of simulated ranks."""
+    """One point per simulated world size of the run."""
     return [
         Point(
             label=f"{world:,} ranks x {_TENSORS} tensors",
@@ -44,7 +44,7 @@ def points(options: Options) -> Sequence[Point]:
 
 
 def build(point: Point, context: Context) -> Scenario:
-    """Plans of all ranks are made before; what is timed is rank 0's work with them.
+    """The plans of all ranks are made in advance. Timed is the work of rank 0 with them.
 
     Raises:
         UnableError: there is not enough memory for the plans of so many ranks.
@@ -71,7 +71,7 @@ def build(point: Point, context: Context) -> Scenario:
             Contender(
                 name=OURS,
                 role="ours",
-                # Stock writes over what it wrote in the round before; what is kept instead would take new memory every time.
+                # Stock DCP overwrites its own files. Keeping ours would fill the page cache, round by round.
                 before=deleting(context.folder / "ours"),
                 call=library_internals.plan_second_save(plans, results, context.folder / "ours"),
                 note="the same layout as in the save before",
@@ -79,7 +79,7 @@ def build(point: Point, context: Context) -> Scenario:
         ],
         figures=[
             Figure(
-                text="planning of the second save, of stock's first",
+                text="planning time of the second save / planning time of stock DCP",
                 above=(OURS,),
                 below=STOCK,
                 relation="at most" if is_goal else None,

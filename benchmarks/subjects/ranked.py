@@ -1,4 +1,4 @@
-"""Saving and loading on several real ranks, each a process in a gloo group on the loopback device."""
+"""Saving and loading on several ranks: one process per rank, in a gloo group on the loopback interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.subjects.save import deleting
 
 
 def points(options: Options) -> Sequence[Point]:
-    """The run's numbers of ranks, that share the smallest of its sizes."""
+    """One point per world size of the run. The ranks share the smallest payload of the run."""
     size = min(options.sizes_gb)
     return [
         Point(
@@ -31,9 +31,9 @@ def points(options: Options) -> Sequence[Point]:
 
 
 def build(point: Point, context: Context) -> Scenario:
-    """Every tensor is sharded along its rows over all ranks; times are the last rank's."""
+    """Every tensor is sharded along its rows over all ranks. The time is that of the slowest rank."""
     whole = states.large(min(context.options.sizes_gb) * GB)
-    # Rows that every number of ranks divides: all ranks have the same work.
+    # The world size divides the number of rows, so all ranks have the same work.
     rows = max(1, whole.shape[0] // context.world_size) * context.world_size
     layout = replace(whole, shape=(rows, *whole.shape[1:]))
     mesh = init_device_mesh("cpu", (context.world_size,))
@@ -84,12 +84,12 @@ def build(point: Point, context: Context) -> Scenario:
 
 
 def figures() -> list[Figure]:
-    """What is compared at each number of ranks."""
+    """What is compared at each world size."""
     return [
         *compared(ours.SAVE, [peers.STOCK_SAVE], "save"),
         *compared(ours.LOAD, [peers.STOCK_LOAD], "load"),
-        Figure(text="speed of a save, of raw writes' by as many ranks", above=(RAW_WRITE,), below=ours.SAVE),
-        Figure(text="speed of a load, of raw reads' by as many ranks", above=(RAW_READ,), below=ours.LOAD),
+        Figure(text="save speed / raw write speed of as many ranks", above=(RAW_WRITE,), below=ours.SAVE),
+        Figure(text="load speed / raw read speed of as many ranks", above=(RAW_READ,), below=ours.LOAD),
     ]
 
 
@@ -104,7 +104,7 @@ def _limits(
             role="limit",
             before=deleting(written),
             call=lambda: limits.write(views, written, []),
-            note="one file a rank",
+            note="one file per rank",
         ),
         Contender(
             name=RAW_READ,
@@ -113,7 +113,7 @@ def _limits(
             before=lambda: states.poison(target),
             call=lambda: _read(kept / "payload", room, target),
             check=check,
-            note="one file a rank",
+            note="one file per rank",
         ),
     ]
 
@@ -124,7 +124,7 @@ def _read(path: Path, room: Sequence[memoryview], target: states.State) -> state
 
 
 def on_first_rank(action: Callable[[], None]) -> Callable[[], None]:
-    """``action`` on rank 0 and nothing on the others; the round's barrier keeps these waiting."""
+    """Run ``action`` on rank 0 only. The other ranks wait at the barrier of the round."""
     return lambda: action() if dist.get_rank() == 0 else None
 
 

@@ -1,4 +1,4 @@
-"""Saving large tensors: fsync and digests on, against a raw write of the same bytes."""
+"""Saving large tensors with fsync and digests, compared with a raw write of the same bytes and with other libraries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RAW = "raw write + fsync"
 
 
 def build(point: Point, context: Context) -> Scenario:
-    """Everything below one folder; what a contender wrote is deleted before its next turn."""
+    """All contenders write below one folder. The files of a contender are deleted before its next call."""
     layout = states.large(point.value * GB)
     state = layout.state()
     library = ours.Ours(context.folder / "ours")
@@ -50,14 +50,14 @@ def build(point: Point, context: Context) -> Scenario:
         contenders=contenders,
         figures=[
             Figure(
-                text="speed of a save, of a raw write's",
+                text="save speed / raw write speed",
                 above=(RAW,),
                 below=ours.SAVE,
                 relation="at least",
                 bound=0.90,
             ),
             Figure(
-                text="peak extra memory of a save, in payloads (5% for what is no tensor)",
+                text="peak extra memory of a save / payload (5% allowed for non-tensor data)",
                 above=(ours.SAVE,),
                 below=PAYLOAD,
                 quantity="peak_bytes",
@@ -71,11 +71,11 @@ def build(point: Point, context: Context) -> Scenario:
 
 
 def _raw(state: states.State, library: ours.Ours, folder: Path) -> Contender:
-    """In as many files as the library's save, of which all but the largest are small and have no tensor in them."""
+    """Write as many files as the library does: one with the payload, the others as small as its files without tensors."""
     views = states.memory_of(state)
     others: list[int] = []
 
-    def look_at_files() -> None:
+    def measure_files() -> None:
         library.save(state)
         others.extend(library.other_files())
 
@@ -86,12 +86,12 @@ def _raw(state: states.State, library: ours.Ours, folder: Path) -> Contender:
     return Contender(
         name=RAW,
         role="limit",
-        prepare=look_at_files,
+        prepare=measure_files,
         before=deleting(folder),
         call=lambda: limits.write(views, folder, others),
         check=check,
         stored=lambda: folder,
-        note="the payload in one file, zeros in as many more as a save has; each fsynced, and the folder",
+        note="the payload in one file, and zeros in as many other files as a save has; every file and the folder are fsynced",
     )
 
 
@@ -109,16 +109,16 @@ def _peer(peer: peers.Peer, state: states.State, layout: states.Layout, path: Pa
 
 
 def check_through_stock(directory: Path, layout: states.Layout) -> None:
-    """Load with stock DCP what the library saved.
+    """Load with stock DCP what the library saved, and compare it.
 
     Raises:
-        BenchmarkError: it is not what was saved.
+        BenchmarkError: the tensors differ from the saved ones.
     """
     states.check_equal(peers.stock_load(directory, layout.zeros()), layout)
 
 
 def deleting(path: Path) -> Callable[[], None]:
-    """A callable that deletes ``path`` and brings everything that waits to be written to the device."""
+    """Return a callable that deletes ``path`` and writes all dirty pages to the device."""
 
     def delete() -> None:
         if path.is_dir():

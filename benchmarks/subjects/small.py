@@ -1,4 +1,4 @@
-"""Very many very small tensors: what each of them costs, in time and on the disk."""
+"""Very many very small tensors: the cost per tensor, in time and in bytes on disk."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _COUNT, _SMOKE_COUNT = 20_000, 500
 
 
 def points(options: Options) -> Sequence[Point]:
-    """One, of 20,000 tensors."""
+    """One point: 20,000 tensors."""
     count = _SMOKE_COUNT if options.smoke else _COUNT
     return [Point(label=f"{count:,} tensors", axis="tensors", value=count)]
 
 
 def build(point: Point, context: Context) -> Scenario:
-    """Saves and loads take turns; loads read what was saved once, before all rounds."""
+    """Saves and loads are interleaved. Loads read a checkpoint that was saved once, before the first round."""
     layout = states.small(int(point.value))
     state, target = layout.state(), layout.zeros()
     contenders = [
@@ -48,8 +48,8 @@ def _saves(state: states.State, layout: states.Layout, context: Context) -> list
     first, again = ours.Ours(context.folder / "first"), ours.Ours(context.folder / "again")
     stock = context.folder / "stock"
 
-    def make_known() -> None:
-        # `first` forgets what the whole process has planned.
+    def save_once() -> None:
+        # `first.forget_everything` clears the plans of the whole process, so this layout is planned again here.
         again.save(state)
         again.forget_step()
 
@@ -67,7 +67,7 @@ def _saves(state: states.State, layout: states.Layout, context: Context) -> list
         Contender(
             name=ours.SAVE_AGAIN,
             role="ours",
-            before=make_known,
+            before=save_once,
             call=lambda: again.save(state),
             check=lambda _: check_through_stock(again.newest(), layout),
             stored=again.newest,
@@ -108,19 +108,19 @@ def _loads(state: states.State, target: states.State, layout: states.Layout, con
 def _figures() -> list[Figure]:
     def faster(what: str, stock: str, mine: str, bound: float) -> Figure:
         return Figure(
-            text=f"{what}, times as fast as stock DCP", above=(stock,), below=mine, relation="at least", bound=bound
+            text=f"{what}: speedup over stock DCP", above=(stock,), below=mine, relation="at least", bound=bound
         )
 
     def size(what: str, name: str) -> Figure:
-        return Figure(text=f"bytes on disk of {what}, in payloads", above=(name,), below=PAYLOAD, quantity="disk_bytes")
+        return Figure(text=f"bytes on disk of {what} / payload", above=(name,), below=PAYLOAD, quantity="disk_bytes")
 
     return [
         faster("first save", peers.STOCK_SAVE, ours.SAVE, 5.0),
         faster("next save of an unchanged layout", peers.STOCK_SAVE, ours.SAVE_AGAIN, 8.0),
         faster("load", peers.STOCK_LOAD, ours.LOAD, 10.0),
-        Figure(text="speed of a first save, of a raw write's", above=(RAW,), below=ours.SAVE),
+        Figure(text="first save speed / raw write speed", above=(RAW,), below=ours.SAVE),
         size("a save", ours.SAVE),
-        size("stock's save", peers.STOCK_SAVE),
+        size("a save by stock DCP", peers.STOCK_SAVE),
     ]
 
 

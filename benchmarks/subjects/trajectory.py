@@ -1,4 +1,4 @@
-"""What a record a step costs, and what the digests in it cost: they are taken of model, optimizer and random streams."""
+"""What one record per step costs, without and with digests of model, optimizer and random streams."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hyper_resume.config import TrajectoryConfig
 NO_RECORDS = "trainer without records"
 RECORDS = "trainer with trajectory.dir"
 DIGESTS = "trainer with trajectory.dir and trajectory.digests"
-# Width -> samples of a batch, steps of a slice, rounds. Parameters and moments of the middle one stay in the cache; those of
-# the wide one are 76 MB.
+# Width -> samples per batch, steps per slice, rounds. The parameters and moments of the narrow model stay in the cache; those
+# of the wide one take 76 MB.
 _TINY, _NARROW, _WIDE = 8, 160, 1256
 _SHAPES = {_TINY: (8, 2, 3), _NARROW: (128, 10, 100), _WIDE: (128, 2, 20)}
 
 
 def points(options: Options) -> Sequence[Point]:
-    """A model that stays in the cache, and one that does not; with ``smoke`` a tiny one."""
+    """A model that fits into the cache, and one that does not; with ``smoke`` a tiny one."""
     widths = (_TINY,) if options.smoke else (_NARROW, _WIDE)
     return [
         Point(
@@ -44,10 +44,10 @@ def _state_bytes(width: int) -> int:
 
 
 def build(point: Point, context: Context) -> Scenario:
-    """The same training three times; each record is counted and looked into at the end."""
+    """The same training three times. The number of records and their digests are verified at the end."""
     width = int(point.value)
     batch_size, steps, _ = _SHAPES[width]
-    # One slice for the round that is not recorded, and one batch beyond the last, in which they are held.
+    # One slice more for the warm-up round, and one batch after the last, where the loops are held.
     samples = ((point.rounds or 0) + 2) * steps * batch_size
     loops = Loops(lambda: small_training.make_model(width), steps)
     note = f"{LAYERS} layers of width {width}, batches of {batch_size}; slices of {steps} steps, on one thread"
@@ -85,10 +85,10 @@ def _check_records(folder: Path, steps: int, *, has_digests: bool) -> None:
 
 def _figures() -> list[Figure]:
     return [
-        Figure(text="a step with a record, of one without", above=(RECORDS,), below=NO_RECORDS),
-        Figure(text="a step with a record and its digests, of one without", above=(DIGESTS,), below=NO_RECORDS),
-        Figure(text="a step with a record and its digests, of one with a record", above=(DIGESTS,), below=RECORDS),
+        Figure(text="step time with a record / without", above=(RECORDS,), below=NO_RECORDS),
+        Figure(text="step time with a record and its digests / without", above=(DIGESTS,), below=NO_RECORDS),
+        Figure(text="step time with a record and its digests / with a record only", above=(DIGESTS,), below=RECORDS),
     ]
 
 
-BENCHMARK = Benchmark(name="trajectory", title="Records and digests of a step", points=points, build=build)
+BENCHMARK = Benchmark(name="trajectory", title="Records and digests per step", points=points, build=build)

@@ -64,7 +64,7 @@ def figure(**other: Any) -> FigureRecord:
     values: dict[str, Any] = {
         "benchmark": "save",
         "point": "1 GB",
-        "text": "speed of a save, of a raw write's",
+        "text": "save speed / raw write speed",
         "quantity": "seconds",
         "above": ("raw",),
         "below": "ours",

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = "0123456789abcdef0123456789abcdef01234567"
-SPEED = "speed of a save, of a raw write's"
-MEMORY = "peak extra memory of a save, in payloads (5% for what is no tensor)"
+SPEED = "save speed / raw write speed"
+MEMORY = "peak extra memory of a save / payload (5% allowed for non-tensor data)"
 # Seconds of five rounds beside a raw write of 1 s each; what the ratios of those come to.
 SLOW = ((1.25, 1.0, 2.0, 1.6, 1.25), {"median": 0.8, "least": 0.5, "most": 1.0, "quartiles": (0.625, 0.8)})
 QUICK = ((1.0, 1.0, 1.0, 1.25, 1.0), {"median": 1.0, "least": 0.8, "most": 1.0, "quartiles": (1.0, 1.0)})
@@ -67,7 +67,7 @@ class BenchFolder:
         told = {**share, "quartiles": (share["median"],) * 2} if share else {}
         reason = "" if peak else "peak_bytes of ours was not measured"
         self.figure(where, MEMORY, "peak_bytes", ["ours"], "the payload", told, 1, ("at most", 1.05), reason)
-        self.figure(where, "save: times as fast as raw write", "seconds", ["raw write"], "ours", speed, 5, None)
+        self.figure(where, "save: speedup over raw write", "seconds", ["raw write"], "ours", speed, 5, None)
         self.counts["points"] += 1
 
     def figure(

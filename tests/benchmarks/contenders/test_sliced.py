@@ -39,24 +39,24 @@ def test_a_slice_is_so_many_steps_and_equal_loops_are_alike() -> None:
     loops.close()
 
 
-def test_a_loop_that_trains_otherwise_is_told() -> None:
+def test_a_loop_that_trains_differently_is_an_error() -> None:
     loops = Loops(make, 3)
     for name, amount in (("a", 0.5), ("b", 0.25)):
         side = loops.add(name, "limit", lambda model, collate, amount=amount: added(model, collate, amount))
         side.prepare()
         side.call()
-    with pytest.raises(BenchmarkError, match="a, b did not train alike"):
+    with pytest.raises(BenchmarkError, match="a, b ended with different parameters"):
         loops.check()
-    with pytest.raises(BenchmarkError, match="did not train alike"):
+    with pytest.raises(BenchmarkError, match="ended with different parameters"):
         loops.close()
 
 
-def test_a_loop_that_ends_in_a_slice_is_told() -> None:
+def test_a_loop_that_ends_in_a_slice_is_an_error() -> None:
     loops = Loops(make, 3)
     side = loops.add("a", "limit", lambda model, collate: added(model, collate, 0.5, batches=4))
     side.prepare()
     side.call()
-    with pytest.raises(BenchmarkError, match="its data was used up"):
+    with pytest.raises(BenchmarkError, match="no data is left"):
         side.call()
     loops.close()
 

@@ -56,7 +56,7 @@ def test_the_section_speaks_both_languages_and_keeps_what_it_has_no_word_for(tmp
     run.finish()
     text = section(made(tmp_path / "run"))
     assert f"{SPEED} 存盘速度 / 裸写入速度" in text
-    assert "save: times as fast as raw write raw write 的存盘时间 / 本库的存盘时间" in text
+    assert "save: speedup over raw write raw write 的存盘时间 / 本库的存盘时间" in text
     assert "Save of large tensors 大张量存盘" in text
     assert "Something of one's own odd" in text
     assert "a ratio of one's own here – no goal ours was not measured" in text
