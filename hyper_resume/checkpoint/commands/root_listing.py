@@ -40,13 +40,13 @@ class RootListing:
 
 def is_root(path: Path) -> bool:
     """Whether ``path`` holds step directories, and is none itself."""
-    is_step = layout.manifest_of(path) is not None or (path / METADATA_NAME).exists()
+    is_step = layout.manifest_or_none(path) is not None or (path / METADATA_NAME).exists()
     return not is_step and bool(layout.step_directories(path))
 
 
 def list_root(path: Path) -> RootListing:
     """List the step directories of the root ``path``."""
-    order = lineage.in_order(path)
+    order = lineage.resume_order(path)
     return RootListing(
         path=str(path),
         steps=tuple(_entry(step, directory) for step, directory in layout.step_directories(path)),
