@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 HOLDER = """
 import sys
 from pathlib import Path
-from hyper_resume.checkpoint import lock
+from hyper_resume.checkpoint.disk import lock
 lock.acquire(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -198,7 +198,7 @@ def test_a_forked_child_does_not_hold_its_parents_lock(tmp_path: Path) -> None:
 ORPHAN = """
 import os, sys
 from pathlib import Path
-from hyper_resume.checkpoint import lock
+from hyper_resume.checkpoint.disk import lock
 lock.acquire(Path(sys.argv[1]))
 child = os.fork()
 if child == 0:
