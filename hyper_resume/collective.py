@@ -1,10 +1,10 @@
-"""Agreement between ranks: one decision, or one error, on all of them.
+"""Collectives that share decisions and errors among all ranks.
 
-A rank that fails alone leaves the others waiting in the next collective until the process group's timeout. Every step
-that may fail on one rank only (reading its own file, checking its own tensors) therefore runs inside :func:`on_all_ranks`,
-which makes the outcome common: all ranks return, or all ranks raise the same error.
+If one rank fails alone, the others wait in the next collective until the process group's timeout. So every action that may
+fail on one rank only (reading its file, checking its tensors) runs inside :func:`on_all_ranks`: either all ranks return, or all
+ranks raise the same error.
 
-All functions work without a process group; a single process is then a world of one rank.
+All functions work without a process group too, as in a world of one rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hyper_resume import errors
 
 T = TypeVar("T")
 
-# What `agree` can raise again on another rank under its own class. Anything else becomes a RuntimeError.
+# The classes that an error keeps on other ranks. An error of any other class is raised there as a RuntimeError.
 _KNOWN_ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
@@ -35,7 +35,7 @@ _KNOWN_ERRORS: dict[str, type[Exception]] = {
 
 
 def is_distributed() -> bool:
-    """True when a default process group exists."""
+    """True if a default process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -50,7 +50,7 @@ def world_size() -> int:
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Wait for every rank of ``group`` (default: all)."""
+    """Wait for every rank of ``group`` (None: all ranks)."""
     if is_distributed():
         dist.barrier(group=group)
 
@@ -75,32 +75,32 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run ``action`` on every rank; if it fails on any, raise the first failing rank's error on all.
+    """Run ``action`` on every rank. If it fails on any rank, raise the error of the lowest failing rank on all ranks.
 
-    ``action`` itself must not enter a collective: a rank that failed before it would be missing there.
+    ``action`` must not call a collective: a rank that failed before it would be missing there.
 
-    1. every rank: runs ``action`` and keeps its result or its error;
+    1. every rank: runs ``action`` and stores its result or its error;
     2. every rank: gathers (error class, message) from all ranks;
     3. every rank: returns its own result, or raises the error of the lowest failing rank.
 
     Raises:
-        Exception: the lowest failing rank's error, under its own class when that class is the library's or a common
-            builtin, else as ``RuntimeError``. The message names the rank in a world of several.
+        Exception: the lowest failing rank's error. It keeps its class if that is one of this library's or a common builtin;
+            otherwise it is a ``RuntimeError``. With several ranks, the message names the rank.
     """
     result: T | None = None
     failure: BaseException | None = None
     try:
         result = action()
-    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+    except Exception as error:  # noqa: BLE001  any error must be raised on the other ranks too
         failure = error
     raise_on_all_ranks(failure, group)
     return result  # type: ignore[return-value]  # no failure on any rank, so action returned a T
 
 
 def raise_on_all_ranks(failure: BaseException | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise the lowest failing rank's ``failure`` on every rank; return when no rank has one.
+    """Raise the lowest failing rank's ``failure`` on every rank; return if no rank has one.
 
-    Every rank calls it once, with its own failure or None.
+    Every rank calls it once, with its own error or None.
     """
     if not is_distributed():
         if failure is not None:
@@ -110,7 +110,7 @@ def raise_on_all_ranks(failure: BaseException | None, group: dist.ProcessGroup |
 
 
 def _raise_lowest_rank_error(reports: Sequence[tuple[list[str], str] | None], failure: BaseException | None) -> None:
-    """Raise what the lowest rank reported, if any did; ``failure`` is this rank's own."""
+    """Raise the error of the lowest rank that reported one, if any; ``failure`` is this rank's own error, its cause."""
     for failing_rank, found in enumerate(reports):
         if found is None:
             continue
@@ -126,39 +126,39 @@ def _raise_lowest_rank_error(reports: Sequence[tuple[list[str], str] | None], fa
 
 
 def _describe_error(failure: BaseException) -> tuple[list[str], str]:
-    """Return what travels: the names of the error's class and its bases, nearest first, and its message.
+    """Return what is sent of an error: the names of its class and base classes, nearest first, and its message.
 
-    The bases let a rarer subclass (``NotADirectoryError``) arrive as the nearest class that is known (``OSError``).
+    With the base classes, an error of a rare class (``NotADirectoryError``) is raised as its nearest known base (``OSError``).
     """
-    # str() of a KeyError is the repr of its key; as a message it would be quoted again on arrival.
+    # str() of a KeyError is the repr of its key, which would be quoted a second time on the other ranks.
     message = str(failure.args[0]) if isinstance(failure, KeyError) and len(failure.args) == 1 else str(failure)
     return [cls.__name__ for cls in type(failure).__mro__], message
 
 
 def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run ``action`` on rank 0 only and return its result, or raise its error, on every rank.
+    """Run ``action`` on rank 0 only, and return its result, or raise its error, on every rank.
 
-    One rank looks at the disk, all ranks act on what it saw: two ranks that ask a network file system may get two answers.
+    Used to read the disk on one rank only: on a network file system, two ranks may see different states.
     """
     result: T | None = None
     failure: Exception | None = None
     if rank() == 0:
         try:
             result = action()
-        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+        except Exception as error:  # noqa: BLE001  any error must be raised on the other ranks too
             failure = error
     if not is_distributed() and failure is not None:
         raise failure
-    # One round for both: what went wrong travels in place of the result.
+    # One broadcast for both: the error or the result.
     report, result = broadcast((None if failure is None else _describe_error(failure), result), group)
     _raise_lowest_rank_error([report], failure)
     return result  # type: ignore[return-value]  # rank 0 had no failure, so its result is a T
 
 
 def new_cpu_group() -> dist.ProcessGroup | None:
-    """Make a gloo group of all ranks with the default group's time limit; None without a process group.
+    """Create a gloo group of all ranks with the default group's timeout; None without a process group.
 
-    Left to itself ``new_group`` takes gloo's own 30 minutes, however short the limit that the job was started with.
+    By default, ``new_group`` would use gloo's own timeout of 30 minutes instead of the job's.
     """
     if not is_distributed():
         return None

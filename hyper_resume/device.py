@@ -1,7 +1,7 @@
-"""CPU, CUDA or Ascend NPU: which one a job runs on, its process group, and its random stream.
+"""The device of a job (CPU, CUDA or Ascend NPU), its process group, and its random stream.
 
-Everything else in the library asks here, so that no other file knows of ``torch_npu``. An accelerator is reached
-through ``torch.get_device_module``, the table in which every backend, Ascend's included, registers the same functions.
+No other module refers to ``torch_npu``. Accelerators are used through ``torch.get_device_module``, where every backend,
+Ascend's included, registers the same functions.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hyper_resume.errors import ConfigError, UnsupportedError, describe
 
 DeviceName = Literal["auto", "cpu", "cuda", "npu"]
 
-# Gloo stays beside the accelerator's own backend: checkpoints and agreements travel as CPU tensors.
+# Gloo is needed in addition to the accelerator's backend: checkpoints and the functions of `collective` use CPU tensors.
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceContext:
-    """Where this process computes.
+    """The device of this process.
 
-    ``type`` is cpu, cuda or npu; ``device`` is this process's own (its index is LOCAL_RANK); ``backend`` is what
-    ``torch.distributed.init_process_group`` gets.
+    ``type`` is cpu, cuda or npu; ``device`` is this process's device (its index is LOCAL_RANK); ``backend`` is the argument
+    for ``torch.distributed.init_process_group``.
     """
 
     type: str
@@ -41,14 +41,13 @@ class DeviceContext:
 
 
 def resolve_device(name: DeviceName) -> DeviceContext:
-    """Choose the device of this process; ``auto`` takes an NPU before CUDA before the CPU.
+    """Choose the device of this process; ``auto`` prefers an NPU to CUDA, and CUDA to the CPU.
 
-    Nothing in the process changes, except that ``torch_npu`` is imported when it is asked for, or when it is installed
-    and ``auto`` is asked.
+    The only side effect: ``torch_npu`` is imported if ``name`` is ``npu``, or if it is ``auto`` and ``torch_npu`` is installed.
 
     Raises:
         ConfigError: an unknown name, or a LOCAL_RANK for which this machine has no device.
-        UnsupportedError: the asked accelerator is not there; the message says what was looked for.
+        UnsupportedError: the requested accelerator can't be used; the message says why.
     """
     if name not in ("auto", *_BACKENDS):
         raise ConfigError(
@@ -60,22 +59,24 @@ def resolve_device(name: DeviceName) -> DeviceContext:
             )
         )
     if name == "auto":
-        return _context(next(kind for kind in ("npu", "cuda", "cpu") if _missing(kind, asked=False) is None))
-    reason = _missing(name, asked=True)
+        return _device_context(
+            next(kind for kind in ("npu", "cuda", "cpu") if _why_unusable(kind, asked=False) is None)
+        )
+    reason = _why_unusable(name, asked=True)
     if reason is not None:
         raise UnsupportedError(
             describe(
                 f"no {name} device can be used",
                 where="accelerator.device",
                 found=reason,
-                do="set accelerator.device=cpu, or auto to take what is there",
+                do="set accelerator.device=cpu, or auto to use an available device",
             )
         )
-    return _context(name)
+    return _device_context(name)
 
 
-def _missing(kind: str, *, asked: bool) -> str | None:
-    """Why ``kind`` can't be used here; None when it can."""
+def _why_unusable(kind: str, *, asked: bool) -> str | None:
+    """Return why a device of this type can't be used here; None if it can."""
     if kind == "cpu":
         return None
     if kind == "cuda":
@@ -88,22 +89,22 @@ def _missing(kind: str, *, asked: bool) -> str | None:
     try:
         importlib.import_module("torch_npu")
     except (ImportError, OSError) as error:
-        # An installed torch_npu without CANN fails to load a shared library, as ImportError or OSError.
+        # Without CANN, torch_npu can't load a shared library; that is an ImportError or an OSError.
         return f"torch_npu can't be imported; it needs CANN, Ascend's toolkit, on this machine ({error})"
     if torch.get_device_module("npu").is_available():
         return None
     return "torch_npu is installed and torch.npu.is_available() is False (no driver, no device, or no CANN environment)"
 
 
-def _context(kind: str) -> DeviceContext:
+def _device_context(kind: str) -> DeviceContext:
     if kind == "cpu":
         return DeviceContext(type=kind, device=torch.device("cpu"), backend=_BACKENDS[kind])
-    local_rank = _integer_of_environment("LOCAL_RANK", default=0)
+    local_rank = _environment_integer("LOCAL_RANK", default=0)
     count = torch.get_device_module(kind).device_count()
     if not 0 <= local_rank < count:
         raise ConfigError(
             describe(
-                "this process has no device of its own",
+                "there is no device for this process",
                 where=f"LOCAL_RANK={local_rank}",
                 expected=f"at most {count} processes on this machine, one for each {kind} device",
                 do="start fewer processes on this machine",
@@ -113,20 +114,20 @@ def _context(kind: str) -> DeviceContext:
 
 
 def init_process_group(context: DeviceContext, timeout_seconds: float) -> None:
-    """Make ``context.device`` current and create the default process group that the environment describes.
+    """Make ``context.device`` current, and create the default process group from the environment variables.
 
-    A process that was started alone (no RANK, WORLD_SIZE absent or 1) gets no group. A group that exists is kept.
+    A process that was started alone (no RANK, and WORLD_SIZE unset or 1) gets no group. An existing group is kept.
 
     Args:
-        context: from :func:`resolve_device`.
+        context: the result of :func:`resolve_device`.
         timeout_seconds: how long a collective waits for the other ranks.
 
     Raises:
-        ConfigError: RANK is set, or WORLD_SIZE is greater than 1, and a variable of the rendezvous is missing.
+        ConfigError: RANK is set or WORLD_SIZE is greater than 1, but a variable of the rendezvous is missing.
     """
     if context.type != "cpu":
         torch.get_device_module(context.type).set_device(context.device)
-    world_size = _integer_of_environment("WORLD_SIZE", default=1)
+    world_size = _environment_integer("WORLD_SIZE", default=1)
     if dist.is_initialized() or (world_size == 1 and "RANK" not in os.environ):
         return
     absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -142,12 +143,12 @@ def init_process_group(context: DeviceContext, timeout_seconds: float) -> None:
         )
     timeout = timedelta(seconds=timeout_seconds)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    # torchrun keeps one store for all the lives of its ranks: under names of their own, the ranks that it starts again don't
-    # find the addresses of the dead ones.
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun keeps one store over all restarts of its ranks. With a prefix per restart, restarted ranks don't find the
+    # addresses of the previous ones.
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         context.backend,
-        store=PrefixStore(f"life_{life}", store),
+        store=PrefixStore(f"restart_{restart}", store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -155,11 +156,11 @@ def init_process_group(context: DeviceContext, timeout_seconds: float) -> None:
 
 
 def destroy_process_group() -> None:
-    """Close the default process group and all its subgroups; nothing happens without one.
+    """Destroy the default process group and all its subgroups; does nothing without one.
 
-    What still holds one of them in a cycle (a trainer that is not used any more) is collected at once: a gloo group that dies
-    only with the interpreter takes the process along now and then ("terminate called without an active exception"), and a
-    training that has ended well would count as failed.
+    Objects in reference cycles that still hold a group (an unused trainer) are collected at once. If a gloo group is deleted
+    only at the exit of the interpreter, the process sometimes aborts ("terminate called without an active exception"), and a
+    successful training would count as failed.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -167,7 +168,7 @@ def destroy_process_group() -> None:
 
 
 def get_device_rng_state(device_type: str) -> torch.Tensor | None:
-    """The random stream of this process's accelerator: a CPU uint8 tensor; None on cpu, which has no second stream."""
+    """Return the state of the accelerator's random stream, a CPU uint8 tensor; None on cpu, which has no such stream."""
     if device_type == "cpu":
         return None
     state: torch.Tensor = torch.get_device_module(device_type).get_rng_state()
@@ -175,10 +176,10 @@ def get_device_rng_state(device_type: str) -> torch.Tensor | None:
 
 
 def set_device_rng_state(device_type: str, state: torch.Tensor | None) -> None:
-    """Put back what :func:`get_device_rng_state` returned on the same kind of device.
+    """Restore the state that :func:`get_device_rng_state` returned on the same type of device.
 
     Raises:
-        UnsupportedError: a state of an accelerator on cpu, or none on an accelerator: the stream can't be continued.
+        UnsupportedError: there is a state on cpu, or none on an accelerator, so the stream can't be continued.
     """
     if (state is None) != (device_type == "cpu"):
         raise UnsupportedError(
@@ -186,7 +187,7 @@ def set_device_rng_state(device_type: str, state: torch.Tensor | None) -> None:
                 "the device random stream can't be continued on another kind of device",
                 expected="no device stream" if device_type == "cpu" else f"a stream of {device_type}",
                 found="none, as a cpu job saves" if state is None else f"a device stream of {state.numel()} bytes",
-                do="resume on the kind of device that wrote the checkpoint",
+                do="resume on the type of device that wrote the checkpoint",
             )
         )
     if state is not None:
@@ -194,18 +195,18 @@ def set_device_rng_state(device_type: str, state: torch.Tensor | None) -> None:
 
 
 def seed_device(device_type: str, seed: int) -> None:
-    """Seed the random stream of this process's accelerator; nothing happens on cpu (use ``torch.manual_seed``)."""
+    """Seed the accelerator's random stream; does nothing on cpu (use ``torch.manual_seed``)."""
     if device_type != "cpu":
         torch.get_device_module(device_type).manual_seed(seed)
 
 
 def synchronize(device_type: str) -> None:
-    """Wait until the accelerator has finished all work given to it; returns at once on cpu."""
+    """Wait until the accelerator has finished all submitted work; returns at once on cpu."""
     if device_type != "cpu":
         torch.get_device_module(device_type).synchronize()
 
 
-def _integer_of_environment(name: str, *, default: int) -> int:
+def _environment_integer(name: str, *, default: int) -> int:
     text = os.environ.get(name, str(default))
     try:
         return int(text)

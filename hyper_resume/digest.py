@@ -1,6 +1,6 @@
-"""Digests of state and of files: to hold two runs against each other, and a file against what was written.
+"""Digests (xxh3-128) of states, tensors and files, to compare two runs, and a file with what was written.
 
-A digest shows damage, not a forgery: who can write the file can write its digest.
+A digest shows damage, but it does not protect against forgery: whoever can write the file can write its digest.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from torch.distributed.tensor import DTensor
 
 ALGORITHM = "xxh3_128"
 BLOCK_BYTES = 64 << 20
-"""A larger file's digest is that of the digests of its blocks of this many bytes, so that several threads can find it."""
+"""Larger data is divided into blocks of this many bytes, and its digest is the digest of the blocks' digests. So several
+threads can compute it."""
 
 _BLOCKS_PREFIX = f"{ALGORITHM}/{BLOCK_BYTES}:"
-# Types whose tensors are arrays as they are; that saves two views a tensor.
+# The dtypes that NumPy has too; their tensors convert to an array without further views.
 _NUMPY_DTYPES = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
-# The text form: the algorithm stands in front, so that another one can be told from it later.
+# The text form of a digest begins with its algorithm and format, so that another one can be recognised later.
 _TABLE_PREFIX = f"{ALGORITHM}/table:"
 _TEXT = re.compile(rf"{ALGORITHM}(?:/{BLOCK_BYTES}|/table|/entries|/data)?:[0-9a-f]{{32}}")
 
 
 class FileHasher:
-    """Finds a file's digest piece by piece, in order."""
+    """Computes the digest of a file from consecutive pieces."""
 
     def __init__(self) -> None:
-        """Of no bytes yet."""
+        """Start with no bytes."""
         self._blocks: list[bytes] = []
         self._hasher = xxhash.xxh3_128()
         self._room = BLOCK_BYTES
 
     def update(self, content: Any) -> None:
-        """Take the next bytes, a flat buffer of them."""
+        """Add the next bytes, a flat buffer."""
         view = memoryview(content)
         while len(view):
             if not self._room:
@@ -48,46 +49,46 @@ class FileHasher:
             view = view[len(part) :]
 
     def digest(self) -> bytes:
-        """Return :func:`data_digest` of all that was taken."""
+        """Return :func:`data_digest` of all bytes so far."""
         return combine_block_digests([*self._blocks, self._hasher.digest()])
 
     def text(self) -> str:
-        """Return the digest of all that was taken, as text."""
+        """Return the digest of all bytes so far, as text."""
         return blocks_digest_text([*self._blocks, self._hasher.digest()])
 
 
 def blocks_digest_text(digests: Sequence[bytes]) -> str:
-    """Return the digest of a file from those of its blocks, as text; of one block it is that block's."""
+    """Return the digest of a file from its blocks' digests, as text; with one block it is that block's digest."""
     return f"{ALGORITHM if len(digests) == 1 else _BLOCKS_PREFIX[:-1]}:{combine_block_digests(digests).hex()}"
 
 
 def combine_block_digests(digests: Sequence[bytes]) -> bytes:
-    """Return the digest of bytes from those of their blocks; of one block it is that block's."""
+    """Return the digest of data from its blocks' digests; with one block it is that block's digest."""
     return digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))
 
 
 def table_digest_text(table: Any) -> str:
-    """Return the digest, as text, of a file that ends with the table of its own digests."""
+    """Return the digest, as text, of a file that ends with a table of segment digests; it is that of the table."""
     return f"{_TABLE_PREFIX}{xxhash.xxh3_128_hexdigest(table)}"
 
 
 def is_table_digest(text: str) -> bool:
-    """True for the digest of a file that ends with the table of its own digests."""
+    """True for the digest of a file that ends with a table of segment digests."""
     return text.startswith(_TABLE_PREFIX)
 
 
 def is_blocks_digest(text: str) -> bool:
-    """True for the digest of a file of more than one block."""
+    """True for the digest of a file with more than one block."""
     return text.startswith(_BLOCKS_PREFIX)
 
 
 def is_digest_text(text: str) -> bool:
-    """True for the text form of a digest."""
+    """True if ``text`` is the text form of a digest."""
     return _TEXT.fullmatch(text) is not None
 
 
 def data_digest(content: Any) -> bytes:
-    """Return the digest of a buffer's bytes, by blocks as that of a file."""
+    """Return the digest of a buffer's bytes, in blocks of :data:`BLOCK_BYTES`."""
     view = memoryview(content)
     if view.nbytes <= BLOCK_BYTES:
         return xxhash.xxh3_128_digest(view)
@@ -97,7 +98,7 @@ def data_digest(content: Any) -> bytes:
 
 
 def chunks_digest(chunks: Iterable[Any]) -> bytes:
-    """Return the digest of all chunks together."""
+    """Return the digest of the joined chunks, not divided into blocks."""
     hasher = xxhash.xxh3_128()
     for chunk in chunks:
         hasher.update(chunk)
@@ -105,15 +106,15 @@ def chunks_digest(chunks: Iterable[Any]) -> bytes:
 
 
 def bytes_digest_text(chunks: Iterable[Any]) -> str:
-    """Return the digest of all chunks together, as text ``xxh3_128:<32 hex digits>``."""
+    """Return the digest of the joined chunks, as text ``xxh3_128:<32 hex digits>``."""
     return f"{ALGORITHM}:{chunks_digest(chunks).hex()}"
 
 
 def digest_state(state: Any) -> str:
-    """Return the xxh3-128 of a nested state: names, types, shapes and bytes of this rank's part, in order.
+    """Return the digest, in hex, of a nested state: names, dtypes, shapes and bytes of this rank's part.
 
-    Two states have the same digest when every tensor is equal bit for bit (so 0.0 and -0.0 differ) and every plain value
-    has the same repr. Dict order does not count.
+    Two states have the same digest if all tensors are equal bit for bit (so 0.0 and -0.0 differ) and all other values have the
+    same type and repr. The order of dicts does not matter.
     """
     return _state_digest(state).hex()
 
@@ -125,16 +126,16 @@ def _state_digest(state: Any) -> bytes:
 
 
 def state_digest_text(state: Any) -> str:
-    """Return :func:`digest_state` in the text form of digests."""
+    """Return :func:`digest_state` in the text form."""
     return f"{ALGORITHM}:{digest_state(state)}"
 
 
 def entry_digest(value: Any, data: bytes | None = None) -> bytes:
-    """Return the digest of one entry of a state: of a tensor that of type, shape and its bytes' digest.
+    """Return the digest of one entry of a state; for a tensor, that of its dtype, its shape and the digest of its bytes.
 
     Args:
-        value: a tensor, of a sharded one this rank's part; or any nested state.
-        data: :func:`data_digest` of the tensor's bytes, where it is known.
+        value: a tensor (of a sharded one, this rank's part is used), or any nested state.
+        data: :func:`data_digest` of the tensor's bytes, if it is known.
     """
     if isinstance(value, DTensor):
         value = value.to_local()
@@ -150,7 +151,7 @@ def _kind(dtype: torch.dtype, shape: torch.Size) -> bytes:
 
 
 def entries_digest_text(digests: Mapping[str, bytes]) -> str:
-    """Return the digest of a state of named entries from :func:`entry_digest` of each, as text. Order does not count."""
+    """Return the digest, as text, of named entries from their :func:`entry_digest`. Their order does not matter."""
     return f"{ALGORITHM}/data:{_named_digests_hex(digests)}"
 
 
@@ -163,10 +164,7 @@ def _named_digests_hex(digests: Mapping[str, bytes]) -> str:
 
 
 def older_format_digest_text(entries: Mapping[str, Any], like: str) -> str | None:
-    """Return the digest of a state of named entries, as text, as the version took it that wrote ``like``.
-
-    None when that is how it is taken now.
-    """
+    """Return the digest of named entries, as text, in the older format of ``like``; None if ``like`` has the current format."""
     if like.startswith(f"{ALGORITHM}:"):
         return state_digest_text(entries)
     if like.startswith(f"{ALGORITHM}/entries:"):
@@ -175,10 +173,10 @@ def older_format_digest_text(entries: Mapping[str, Any], like: str) -> str | Non
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Any:
-    """Return a tensor's bytes in the order of its elements, as a buffer; of one that is contiguous on the CPU without a copy.
+    """Return a tensor's bytes in the order of its elements, as a buffer; without a copy if it is contiguous and on the CPU.
 
     Args:
-        tensor: not a sharded one.
+        tensor: a plain tensor, not a sharded one.
     """
     if tensor.requires_grad or type(tensor) is not torch.Tensor:
         tensor = tensor.detach()
@@ -195,7 +193,7 @@ def _feed(hasher: Any, value: Any) -> None:
         hasher.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
         hasher.update(tensor_bytes(value))
     elif isinstance(value, Mapping):
-        # The count keeps an entry of an inner mapping apart from one that follows it in the outer.
+        # The count distinguishes an entry of an inner mapping from one that follows it in the outer mapping.
         hasher.update(f"mapping {len(value)}".encode())
         for key in sorted(value, key=repr):
             hasher.update(f"key {key!r}".encode())
@@ -203,7 +201,7 @@ def _feed(hasher: Any, value: Any) -> None:
     elif isinstance(value, (list, tuple)):
         hasher.update(f"sequence {len(value)}".encode())
         if all(type(item) is str for item in value):
-            # The names of a state are many.
+            # A short cut for long lists of names.
             hasher.update("".join([f"str {item!r}" for item in value]).encode())
             return
         for item in value:

@@ -255,7 +255,7 @@ def test_doctor_names_an_incomplete_step_and_a_bad_pointer(root: Path, capsys: p
     problems = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
     assert len(problems) == 2
     assert "global_step_2 is incomplete: .metadata: it is missing" in problems[0]
-    assert "holds 'three', which is no step number" in problems[1]
+    assert "holds 'three', which is not a step number" in problems[1]
 
 
 def test_doctor_of_a_directory_that_is_not_there_yet_makes_none(
@@ -269,4 +269,4 @@ def test_doctor_of_a_directory_that_is_not_there_yet_makes_none(
 def test_doctor_names_a_file_in_the_place_of_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert _run("doctor", str(tmp_path / "file")) == 1
-    assert "is no directory" in capsys.readouterr().out
+    assert "is not a directory" in capsys.readouterr().out

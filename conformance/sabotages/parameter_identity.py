@@ -142,7 +142,7 @@ def _absent_state_invented(put: Saboteur) -> None:
 
 @sabotage("half-state-tolerated")
 def _half_state_tolerated(put: Saboteur) -> None:
-    put.replace(f"{_OPTIMIZER}:_check_whole", lambda original, *args: None)
+    put.replace(f"{_OPTIMIZER}:_check_complete", lambda original, *args: None)
 
 
 @sabotage("unread-state-refused")

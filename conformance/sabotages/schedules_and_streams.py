@@ -60,12 +60,12 @@ def _lr_not_written_back(put: Saboteur) -> None:
 
 @sabotage("schedules-by-place")
 def _schedules_by_place(put: Saboteur) -> None:
-    put.replace(f"{_SCHEDULER}:_in_this_order", lambda original, state, places: dict(state))
+    put.replace(f"{_SCHEDULER}:_reorder_groups", lambda original, state, places: dict(state))
 
 
 @sabotage("cycled-betas-forgotten")
 def _cycled_betas_forgotten(put: Saboteur) -> None:
-    put.set(f"{_SCHEDULER}:_MOVED_BY_CYCLES", ("lr",))
+    put.set(f"{_SCHEDULER}:_SET_WHEN_CYCLING", ("lr",))
 
 
 @sabotage("second-scheduler-skipped")

@@ -1,4 +1,10 @@
-"""Storage: how a payload becomes a durable directory, and comes back. Knows no trainer."""
+"""Storage: write a state to a step directory and read it back. Nothing here depends on the trainer.
+
+``base`` the interface of a storage backend · ``dcp`` the backend on ``torch.distributed.checkpoint`` · ``commands`` what the
+command line does with a checkpoint · ``saving`` the steps of a save · ``loading`` the steps of a load · ``history`` which save
+LATEST means and which saves are deleted · ``format`` the files of a step directory · ``parsing`` readers for untrusted bytes ·
+``tensors`` copying and flattening of states · ``disk`` file operations and the writer lock
+"""
 
 import warnings
 
@@ -18,7 +24,7 @@ __all__ = [
     "build_checkpointer",
 ]
 
-# DCP says so at every call of a single process; here that is meant.
+# DCP warns of this at every call in a single process. Here a single process is a supported case.
 warnings.filterwarnings(
     "ignore", message=r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent"
 )

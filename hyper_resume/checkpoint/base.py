@@ -1,4 +1,4 @@
-"""What a storage backend is, and how one is chosen by name."""
+"""The interface of a storage backend, and the registry that finds one by name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ C = TypeVar("C", bound="type[CheckpointerBase]")
 
 @dataclass(frozen=True, kw_only=True)
 class SaveEvent:
-    """What a save has reached.
+    """The progress of one save.
 
-    ``staged``: the state at the call is safe from later changes. ``written``: every rank's bytes are on the device, under a
-    name that does not count yet. ``durable``: it is committed, survives a power cut, and LATEST means it; retention deletes
-    after that. ``failed``: it was given up. ``seconds`` counts from the call of ``save``; ``at`` is UTC, ISO 8601.
+    ``staged``: the state was copied, or is written already; training may change it now. ``written``: the files of every rank
+    are on the device, in the staging directory. ``durable``: the save is committed, survives a power cut, and is what LATEST
+    means; retention deletes old saves after this. ``failed``: the save was abandoned. ``seconds`` is the time since ``save``
+    was called; ``at`` is UTC, ISO 8601.
     """
 
     state: Literal["staged", "written", "durable", "failed"]
@@ -30,11 +31,11 @@ class SaveEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What the last load of this rank found.
+    """The result of this rank's last load.
 
-    ``saved`` and ``loaded`` are digests by bucket of this rank's part: at the save, and of what was read. ``saved`` is empty
-    where the checkpoint has none, or was saved by another number of ranks or on another mesh. ``unread`` names entries of the
-    checkpoint that nothing asked for.
+    ``saved`` and ``loaded`` map a bucket to the digest of this rank's part: at the save, and of the values that were read.
+    ``saved`` is empty when the checkpoint holds no digests, or when the world size or the mesh differs from the save's.
+    ``unread`` names the entries of the checkpoint that no rank requested.
     """
 
     path: str
@@ -46,21 +47,23 @@ class LoadReport:
 
 
 SaveListener = Callable[[SaveEvent], None]
-# (state as read, this rank's training state) -> None, or an error.
+# (state that was read, this rank's training state) -> None; raises to refuse it.
 LoadCheck = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 
 
 class CheckpointerBase(ABC):
-    """How a payload becomes a durable directory and comes back. Knows no trainer.
+    """A storage backend: writes a payload to a step directory and reads it back. It does not depend on the trainer.
 
     A payload is ``{"model": {...}, "optimizer": {...}, "extra_state": {...}}``, each part optional. ``save`` and ``load``
     are collective: every rank calls them in the same order.
 
     Attributes:
-        check_loaded: where it is set, a backend that reads into buffers of its own calls it on every rank with what was read,
-            before it writes to ``state``; what it raises is raised on all ranks, and nothing of ``state`` is changed.
-        last_bucket_digests: bucket -> digest of this rank's part, as the last save took it; None before the first.
-        last_load: see :class:`LoadReport`; None before the first load, and where the backend does not say.
+        listeners: called with every :class:`SaveEvent`; see :meth:`add_listener`.
+        check_loaded: an optional check. A backend that reads into its own buffers calls it on every rank with the values that
+            were read, before it writes to ``state``. An error is raised on all ranks, and ``state`` stays unchanged.
+        last_bucket_digests: bucket -> digest of this rank's part at the last save; None before the first save.
+        last_load: see :class:`LoadReport`; None before the first load, or if the backend does not report it.
+        accepts_metrics: whether ``save`` takes the keyword ``metrics``, for retention by metric.
     """
 
     listeners: tuple[SaveListener, ...] = ()
@@ -71,9 +74,9 @@ class CheckpointerBase(ABC):
 
     @abstractmethod
     def save(self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False) -> None:
-        """Write ``state`` as the step directory ``path``.
+        """Write ``state`` to the step directory ``path``.
 
-        With ``save_async`` it returns once the state has been copied; what is written is the state at the call.
+        With ``save_async`` the call returns once the state has been copied. The state at the call is what gets written.
         """
 
     @abstractmethod
@@ -89,55 +92,55 @@ class CheckpointerBase(ABC):
 
         Args:
             path: a step directory.
-            state: nested dicts of tensors of the right shape and type; non-tensor leaves are replaced.
-            strict_model: a model key that the checkpoint lacks is an error.
-            extra_state_skeleton: the keys of the training state that must be read back; None reads none and returns
+            state: nested dicts of tensors with the shapes and dtypes of the checkpoint; other leaves are replaced.
+            strict_model: a model key that is missing in the checkpoint is an error.
+            extra_state_skeleton: the keys of the training state that must be read; None reads no training state and returns
                 an empty dict.
         """
 
     def add_listener(self, listener: SaveListener) -> None:
-        """Tell ``listener`` of every :class:`SaveEvent`, on every rank, in the thread where it happens."""
+        """Call ``listener`` with every :class:`SaveEvent`, on every rank, in the thread in which the event happens."""
         self.listeners = (*self.listeners, listener)
 
     def begin_run(self, checkpoint_dir: str, *, restored_from: str | None) -> None:  # noqa: B027  optional
-        """Say, once and on every rank, that this run will save below ``checkpoint_dir``.
+        """Announce that this run will save below ``checkpoint_dir``. Every rank calls it once.
 
         Args:
-            checkpoint_dir: the root.
-            restored_from: the step directory that the run goes on from; None for a start from scratch.
+            checkpoint_dir: the root, which holds the step directories.
+            restored_from: the step directory that the run continues; None for a start from scratch.
 
         Raises:
             CheckpointLockedError: another run saves there.
         """
 
     def maybe_wait_for_async_save(self) -> None:
-        """Wait for the save in flight, if there is one, and raise its failure."""
+        """Wait for the background save, if one is running, and raise its error."""
         return
 
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
-        """Return the newest complete step directory under ``checkpoint_dir``, or None where there is none."""
+        """Return the newest complete step directory under ``checkpoint_dir``, or None if there is none."""
         raise NotImplementedError(f"{type(self).__name__} can't search for the newest checkpoint")
 
     def describe(self, path: str) -> Mapping[str, torch.Tensor | None] | None:
-        """Say what the step directory holds, without reading its tensors.
+        """Describe the entries of the step directory, without reading tensors.
 
         Returns:
-            flattened entry name (``model.layers.0.weight``) to a meta tensor of the global shape and type, or to None
-            for an entry that is no tensor. None where the backend can't tell; the optimizer's state is then created
-            before the load instead of after the checkpoint's own description.
+            flattened entry name (``model.layers.0.weight``) -> a meta tensor with the global shape and dtype, or None for an
+            entry that is not a tensor. None in place of the mapping if the backend can't tell; the caller then initializes
+            the optimizer state before the load.
         """
         return None
 
 
 class CheckpointerRegistry:
-    """Backends by name. ``@CHECKPOINTER_REGISTRY.register("name")`` adds one."""
+    """Storage backends by name. ``@CHECKPOINTER_REGISTRY.register("name")`` adds one."""
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Create an empty registry."""
         self._classes: dict[str, type[CheckpointerBase]] = {}
 
     def register(self, name: str) -> Callable[[C], C]:
-        """Return a class decorator that files the class under ``name``.
+        """Return a class decorator that registers the class as ``name``.
 
         Raises:
             ValueError: the name is taken by another class.
@@ -153,10 +156,10 @@ class CheckpointerRegistry:
         return decorate
 
     def get(self, name: str) -> type[CheckpointerBase]:
-        """Return the class filed under ``name``.
+        """Return the class that is registered as ``name``.
 
         Raises:
-            KeyError: no such name; the message lists the names that exist.
+            KeyError: the name is unknown; the message lists the registered names.
         """
         try:
             return self._classes[name]
@@ -172,5 +175,5 @@ CHECKPOINTER_REGISTRY = CheckpointerRegistry()
 
 
 def build_checkpointer(ckpt_manager: str = "dcp", **kwargs: Any) -> CheckpointerBase:
-    """Construct the backend registered as ``ckpt_manager`` with ``kwargs`` (``extra_state_per_rank=...`` for ``dcp``)."""
+    """Create the backend registered as ``ckpt_manager`` with ``kwargs`` (for ``dcp``: ``extra_state_per_rank=...``)."""
     return CHECKPOINTER_REGISTRY.get(ckpt_manager)(**kwargs)

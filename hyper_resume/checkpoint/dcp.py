@@ -1,4 +1,4 @@
-"""Storage on ``torch.distributed.checkpoint``."""
+"""The storage backend ``dcp``, on ``torch.distributed.checkpoint``: the order of the steps of a save and of a load."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ T = TypeVar("T")
 
 @CHECKPOINTER_REGISTRY.register("dcp")
 class DistributedCheckpointer(CheckpointerBase):
-    """Writes step directories that stock ``torch.distributed.checkpoint.load`` can read, and reads stock ones.
+    """Writes step directories that stock ``torch.distributed.checkpoint.load`` can read, and reads those that it writes.
 
-    A save is staged under ``.staging`` and committed by one rename, after which the pointer moves. All collectives run on
-    a gloo group of its own, so that a save in the background never meets a collective of the training loop.
+    A save is written below ``.staging`` and committed by one rename; then the pointer moves. All collectives run on a separate
+    gloo group, so that a background save never mixes with the collectives of the training loop.
     """
 
     accepts_metrics = True
@@ -63,13 +63,13 @@ class DistributedCheckpointer(CheckpointerBase):
         async_mode: Literal["thread", "process"] = "thread",
         retention: Retention | None = None,
     ) -> None:
-        """Choose how to save and load.
+        """Set the options of all saves and loads.
 
         Args:
-            extra_state_per_rank: the layout of the training state for saves; loads find out by looking.
-            verify: what a load checks of every file before it touches anything.
-            async_mode: where an asynchronous save is written.
-            retention: which step directories stay; None keeps all.
+            extra_state_per_rank: the layout in which saves write the training state; a load detects the layout itself.
+            verify: how a load checks every file before it changes anything: by digest, or by size only.
+            async_mode: whether an asynchronous save is written in a thread or in a separate process.
+            retention: which step directories are kept; None keeps all.
         """
         self._extra_state_per_rank = extra_state_per_rank
         self._verify = verify
@@ -85,10 +85,10 @@ class DistributedCheckpointer(CheckpointerBase):
     # ---- save -------------------------------------------------------------------------------------------------------
 
     def begin_run(self, checkpoint_dir: str, *, restored_from: str | None) -> None:
-        """Take the root, clear what dead saves left, and point LATEST to where this run starts.
+        """Lock the root, delete the leftovers of interrupted saves, and let LATEST mean the save that this run continues.
 
         Raises:
-            CheckpointLockedError: another run saves there, on every rank.
+            CheckpointLockedError: another run saves there; raised on every rank.
         """
         source = None if restored_from is None else Path(restored_from)
         collective.on_rank_zero(lambda: self._root.begin(Path(checkpoint_dir), source), self._group())
@@ -103,18 +103,18 @@ class DistributedCheckpointer(CheckpointerBase):
         save_async: bool = False,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Write ``state`` as the step directory ``path``; every rank calls it.
+        """Write ``state`` to the step directory ``path``; every rank calls it.
 
-        1. all ranks: wait for the save in flight; 2. rank 0: makes the staging directory; 3. each rank: writes its own
-        training state and, through DCP, its shards; 4. rank 0: writes ``.metadata`` and the manifest; 5. barrier; 6. rank 0:
-        commits by one rename and moves the pointer; 7. barrier. With ``save_async`` 3 (shards) to 7 run in the background, on
-        a copy of the state. The pointer names ``global_step_N`` directories only, so a ``path`` of another name is committed
-        and the pointer stays. ``metrics`` go into the manifest, for retention.
+        1. all ranks: wait for the running background save; 2. rank 0: creates the staging directory; 3. each rank: writes its
+        training state and, through DCP, its shard; 4. rank 0: writes ``.metadata`` and the manifest; 5. barrier; 6. rank 0:
+        commits by one rename and moves the pointer; 7. barrier. With ``save_async`` the shards of 3, and 4 to 7, run in the
+        background on a copy of the state. The pointer can name ``global_step_N`` directories only: a ``path`` with another
+        name is committed, and the pointer does not move. ``metrics`` go into the manifest, for retention.
 
         Raises:
-            CheckpointSaveError: on every rank; nothing was published and earlier checkpoints are untouched. A failure of the
-                save in flight is raised before this one begins.
-            StateNotPlainError: the state holds something that can't be read back safely; nothing was written.
+            CheckpointSaveError: on every rank; nothing was published and earlier checkpoints are unchanged. An error of the
+                previous background save is raised before this save begins.
+            StateNotPlainError: the state holds an object that can't be read back safely; nothing was written.
         """
         started = time.perf_counter()
         self.maybe_wait_for_async_save()
@@ -151,10 +151,10 @@ class DistributedCheckpointer(CheckpointerBase):
         metrics: Mapping[str, float],
         how: SaveMode,
     ) -> tuple[dict[str, Any], ShardWriter, CachingPlanner]:
-        """Have each rank prepare its part, and tell rank 0 of it for the manifest.
+        """Prepare each rank's contribution, and gather what the manifest records of it.
 
         Returns:
-            what is to be written, and what writes it.
+            the payload to write, the writer, and the planner.
         """
         group, per_rank = self._group(), self._extra_state_per_rank
         mesh = find_mesh(payload)
@@ -199,7 +199,7 @@ class DistributedCheckpointer(CheckpointerBase):
                 if upload is None:
                     self._write(payload, writer, planner, target)
                 else:
-                    # A process of one rank that dies may leave the others' with a result, so it has to be agreed on.
+                    # If the save process of one rank dies, those of the other ranks may still succeed. All must fail then.
                     collective.on_all_ranks(lambda: self._dcp(upload.result, target), group)
                 self._publish(save)
             except Exception as error:  # noqa: BLE001  raised again, at the next save or wait
@@ -211,7 +211,7 @@ class DistributedCheckpointer(CheckpointerBase):
 
     def _start_process(self, payload: dict[str, Any], writer: ShardWriter, target: Path) -> Future[Any]:
         kind = AsyncCheckpointerType.PROCESS
-        # What is kept from the last save stays in this process.
+        # The plan cache can't be pickled; it stays in this process.
         bare = writer.without_cache()
         response = self._dcp(
             lambda: dcp_async_save(payload, storage_writer=bare, async_checkpointer_type=kind, **self._distribution()),
@@ -228,7 +228,7 @@ class DistributedCheckpointer(CheckpointerBase):
         root.note_ended(save)
 
     def _fail(self, error: Exception, save: SaveInProgress | None, target: Path) -> NoReturn:
-        """Clear away what was staged and raise ``error`` as a CheckpointSaveError."""
+        """Delete the staging directory and raise ``error`` as a CheckpointSaveError."""
         if save is not None:
             save.report("failed")
             self._root.note_ended(save)
@@ -240,16 +240,16 @@ class DistributedCheckpointer(CheckpointerBase):
         raise publication.save_error(str(target), error) from error
 
     def maybe_wait_for_async_save(self) -> None:
-        """Wait for the save in flight and raise its failure, on every rank.
+        """Wait for the background save and raise its error, on every rank.
 
         Raises:
-            CheckpointSaveError: the background save failed; what it should have written does not exist.
+            CheckpointSaveError: the background save failed; its step directory does not exist.
         """
         future, self._in_flight = self._in_flight, None
         if future is None:
             return
-        # No collective here: the background save has told every rank of a failure already, and this is also called while
-        # an error breaks training off on one rank only.
+        # No collective here: all ranks already share the result of the background save, and this is also called while an
+        # error ends training on one rank only.
         failure = future.exception()
         if failure is not None:
             raise failure
@@ -267,17 +267,17 @@ class DistributedCheckpointer(CheckpointerBase):
     ) -> dict[str, Any]:
         """Fill ``state`` in place from ``path``; every rank calls it.
 
-        1. all ranks: the files are held against the manifest, and the entries against what is asked for; 2. each rank: reads
-        its training state, and looks at its part of the tensors in the files; 3. all ranks: digests of what was read against
-        those of the save, and ``check_loaded``; 4. each rank: writes to ``state``. Until then it is left as it was.
+        1. all ranks: compare the files with the manifest, and the entries with the requested ones; 2. each rank: reads its
+        training state and its part of the tensors; 3. all ranks: compare the digests of the values that were read with those
+        of the save, and call ``check_loaded``; 4. each rank: writes to ``state``, which is unchanged until then.
 
         Returns:
-            this rank's training state, or {} when ``extra_state_skeleton`` is None. After a change of the world size it
-            is the lowest saved rank's (its ``rank`` and ``world_size`` entries say so).
+            this rank's training state, or {} when ``extra_state_skeleton`` is None. If the world size has changed, it is that
+            of the lowest saved rank (see its ``rank`` and ``world_size`` entries).
 
         Raises:
-            CheckpointNotFoundError: no such checkpoint, or no training state in it, or only a part of what is asked for.
-            CheckpointMismatchError: damaged; missing model key; another shape or type; parts of different steps or saves.
+            CheckpointNotFoundError: no such checkpoint, or it lacks the training state or a requested part of it.
+            CheckpointMismatchError: damaged; missing model key; another shape or dtype; parts of different steps or saves.
         """
         self.maybe_wait_for_async_save()
         directory, group = Path(path), self._group()
@@ -312,7 +312,7 @@ class DistributedCheckpointer(CheckpointerBase):
         training_state: dict[str, Any],
         manifest: Manifest | None,
     ) -> None:
-        """Read, and refuse, on every rank, what was read otherwise than it was saved, and what the caller does not take."""
+        """Read the entries, and raise on every rank if they differ from what was saved, or if ``check_loaded`` refuses them."""
         group = self._group()
         saved = bucket_digests.saved_digests(manifest, find_mesh(incoming.state))
 
@@ -338,16 +338,16 @@ class DistributedCheckpointer(CheckpointerBase):
         return load_training_state(directory, metadata, manifest, self._group())
 
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
-        """Return the newest verified step directory of this root's lineage, as rank 0 sees it, on every rank.
+        """Return the newest step directory of this root's lineage that verifies; rank 0 decides for all ranks.
 
-        Each newer one that is passed over is warned of with its reason.
+        A warning names each newer directory that is skipped, and the reason.
 
         Returns:
-            None where nothing was ever published (no pointer, no step directory that is complete).
+            None if nothing was ever published: no pointer and no complete step directory.
 
         Raises:
-            CheckpointNotFoundError: something was published, yet none of it is good; or ``checkpoint_dir`` is a file.
-            CheckpointSaveError: the save in flight, which is waited for, failed.
+            CheckpointNotFoundError: something was published, but no step directory verifies; or ``checkpoint_dir`` is a file.
+            CheckpointSaveError: the background save, for which this waits, failed.
         """
         self.maybe_wait_for_async_save()
         root, group = Path(checkpoint_dir), self._group()
@@ -358,23 +358,23 @@ class DistributedCheckpointer(CheckpointerBase):
                 self._verified.verify(directory, group, training_state=True)
             except (CheckpointMismatchError, CheckpointNotFoundError) as error:
                 complaints.append(f"{directory.name}: {error}")
-                logger.warning("passing over %s: %s", directory, error)
+                logger.warning("skipping %s: %s", directory, error)
                 continue
             return str(directory)
         collective.on_rank_zero(lambda: lineage.refuse_if_published(root, order, complaints), group)
         return None
 
     def describe(self, path: str) -> dict[str, torch.Tensor | None]:
-        """Return each entry's shape and type as a meta tensor (None for an entry that is no tensor).
+        """Return each entry's shape and dtype as a meta tensor (None for an entry that is not a tensor).
 
         Raises:
-            CheckpointNotFoundError: no complete checkpoint there.
+            CheckpointNotFoundError: there is no complete checkpoint at ``path``.
             CheckpointMismatchError: its metadata can't be decoded.
-            CheckpointSaveError: the save in flight, which is waited for, failed.
+            CheckpointSaveError: the background save, for which this waits, failed.
         """
         self.maybe_wait_for_async_save()
         directory = Path(path)
-        # In the order of a load: what is damaged is called so, and not taken for a description.
+        # Verified first, as in a load: damage must be reported as damage, not as a different set of entries.
         _, metadata, _ = self._verified.verify(directory, self._group(), training_state=False)
         return {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
@@ -394,7 +394,7 @@ class DistributedCheckpointer(CheckpointerBase):
         return {"process_group": self._group(), "no_dist": not collective.is_distributed()}
 
     def _dcp(self, action: Callable[[], T], target: Path) -> T:
-        """Run a save of DCP's, turning its BaseException into this library's error."""
+        """Run a save of DCP and convert its exception, which derives from BaseException, to this library's error."""
         try:
             return action()
         except CheckpointException as error:

@@ -1,8 +1,9 @@
-"""Data: which samples each rank reads, in what order, and the exact position in it.
+"""Training data: which samples each rank reads, in what order, and the exact position in that order.
 
-``loader`` the stateful data loader · ``sampler`` the order of an epoch · ``permutation`` an order computed position by
-position · ``indices`` a rank's part of an order · ``saved_state`` what a saved position looks like · ``reading`` reading in
-workers · ``prefetch`` reading ahead without losing the position · ``text`` text files as token sequences
+``loader`` the stateful data loader · ``sampler`` the order of the samples in an epoch · ``permutation`` a shuffled order that
+is computed index by index · ``indices`` one rank's part of an order · ``saved_state`` checks of a saved position · ``reading``
+reading batches, in this process or in workers · ``worker_signals`` workers that ignore preemption signals · ``prefetch``
+reading ahead in a thread with an exact position · ``text`` a dataset of token sequences from text files
 """
 
 from hyper_resume.data.loader import DataLoader, EpochIterator

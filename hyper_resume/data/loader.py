@@ -1,16 +1,16 @@
 """A data loader whose position is saved and restored exactly, by (epoch, batches consumed).
 
-The order of an epoch is a function of (seed, epoch, rank, world size), see :mod:`hyper_resume.data.sampler`. Resuming
-therefore computes the order again and starts behind the consumed batches; nothing of them is read from the dataset.
+The order of an epoch is a function of (seed, epoch, rank, world size), see :mod:`hyper_resume.data.sampler`. So a resume
+computes the order again and starts after the consumed batches, without reading them from the dataset.
 
-Random numbers that a dataset draws while it reads:
+Random numbers that a dataset draws while it reads a sample:
 
-* ``num_workers`` 0: from the main process's streams, which the checkpoint's random-state bucket brings back.
+* ``num_workers`` 0: from the main process's streams, which the checkpoint's rng_state bucket restores.
 * ``num_workers`` > 0: the worker's streams (torch, Python, NumPy) are seeded before every batch from
-  (seed, epoch, rank, batch), so they do not depend on which worker reads it, nor on where the run was resumed. A stream
-  that the dataset keeps for itself is out of reach: such a dataset resumes inexactly.
+  (seed, epoch, rank, batch). So they depend neither on the worker that reads the batch nor on where the run was resumed. If
+  the dataset has its own generator, this is not possible, and its resume is not exact.
 
-Neither constructing a loader nor an iterator moves a random stream of the main process.
+Creating a loader or an iterator does not move the random streams of the main process.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ logger = logging.getLogger(__name__)
 
 
 class DataLoader:
-    """Map-style data in batches, for one data-parallel rank, with an exact position.
+    """Batches of a map-style dataset for one data-parallel rank, with an exact position.
 
     Args:
-        dataset: anything with ``__len__`` and ``__getitem__(int)``; its length must not change. A text attribute
-            ``fingerprint`` goes into the saved state, so that another dataset of the same length is noticed.
-        batch_size: samples a batch, on this rank.
-        shuffle: a new order each epoch; else ascending.
-        shuffle_method: ``randperm`` is torch's order, from ``seed + epoch``: every epoch begins with making it, some
-            30 ns and 4 bytes a sample on every rank. ``feistel`` is another order, from seed and epoch, computed batch by
-            batch: it takes neither, however long the dataset is. A checkpoint of one doesn't fit the other.
-        seed: of the order, and of the workers' random streams.
-        drop_last: drop what doesn't fill a batch, and before that what doesn't divide evenly over the ranks.
-        dp_rank: this process's place among the data-parallel ranks, from 0.
+        dataset: an object with ``__len__`` and ``__getitem__(int)``; its length must not change. If it has a text attribute
+            ``fingerprint``, this is saved, so that another dataset of the same length is noticed.
+        batch_size: samples per batch on this rank.
+        shuffle: a new order each epoch; otherwise ascending.
+        shuffle_method: ``randperm`` is torch's order from ``seed + epoch``. It is computed at the start of every epoch, and
+            takes about 30 ns and 4 bytes per sample on every rank. ``feistel`` is another order from seed and epoch, computed
+            batch by batch, without this cost for any length. A position that was saved with one can't be used with the other.
+        seed: seed of the order and of the workers' random streams.
+        drop_last: drop samples that do not divide evenly among the ranks, and then those that do not fill a batch.
+        dp_rank: this process's number among the data-parallel ranks, from 0.
         dp_world_size: number of data-parallel ranks.
-        num_workers: processes that read; they are started for each epoch. May change between two legs of a run,
-            but 0 and above 0 draw a dataset's random numbers from different streams.
-        collate_fn: makes a batch of a list of samples; None means torch's ``default_collate``.
-        prefetch_factor: batches a worker reads ahead; needs ``num_workers`` > 0, where None means torch's 2.
-        ignored_signals: names of signals that end no worker, because training saves and leaves on them.
+        num_workers: number of reading processes, which are started for each epoch. It may change at a resume; but with 0 a
+            dataset draws its random numbers from other streams than with workers.
+        collate_fn: makes a batch from a list of samples; None means torch's ``default_collate``.
+        prefetch_factor: batches that each worker reads ahead; needs ``num_workers`` > 0, where None means torch's default, 2.
+        ignored_signals: names of signals that workers ignore, because training saves and ends when it receives them.
 
     Raises:
-        ConfigError: (a ``ValueError``) an argument is out of range, the dataset isn't map-style, or an epoch would
-            have no batch at all.
+        ConfigError: (a ``ValueError``) an argument is out of range, the dataset is not map-style, or an epoch would have no
+            batch.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DataLoader:
         ignored_signals: Sequence[str] = (),
         shuffle_method: str = "randperm",
     ) -> None:
-        """Stand before the first batch of epoch 0. Reads nothing but the dataset's length."""
+        """Start before the first batch of epoch 0. Only the dataset's length is read."""
         _check_counts(batch_size=batch_size, dp_world_size=dp_world_size, num_workers=num_workers)
         _check_rank(dp_rank, dp_world_size)
         _check_shuffle_method(shuffle_method, shuffle=bool(shuffle))
@@ -102,7 +102,7 @@ class DataLoader:
             raise ConfigError(describe("the data gives no batch", found=str(self.order), do="give more samples"))
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank, whatever the position."""
+        """Batches of a whole epoch on this rank, independent of the position."""
         return self._num_batches
 
     @property
@@ -112,16 +112,16 @@ class DataLoader:
 
     @property
     def batches_consumed(self) -> int:
-        """Batches of this epoch handed out so far; ``len(self)`` when the epoch is finished."""
+        """Batches of this epoch returned so far; ``len(self)`` when the epoch is finished."""
         return self._cursor.batches_consumed
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to read next: the current one keeps its position, any other starts at its first batch.
+        """Choose the epoch to read next: the current epoch keeps its position, any other starts at its first batch.
 
-        A finished epoch chosen again stays finished: the next pass over it is empty, and says so in the log.
+        If a finished epoch is chosen again, it stays finished: the next pass has no batches, and a warning is logged.
 
         Raises:
-            ConfigError: ``epoch`` isn't a whole number from 0 up.
+            ConfigError: ``epoch`` is not an integer of 0 or more.
         """
         if not is_non_negative_int(epoch):
             raise ConfigError(describe("set_epoch needs a whole number from 0 up", found=repr(epoch)))
@@ -132,8 +132,8 @@ class DataLoader:
     def __iter__(self) -> EpochIterator:
         """Read from the current position to the epoch's end; after a finished epoch, read the next one.
 
-        The position moves before a batch is handed out: a state taken in the loop's body counts that batch as consumed.
-        From now on the loader's position follows the new iterator; an older one goes on alone.
+        The position moves before a batch is returned: a state that is saved in the loop's body counts that batch as consumed.
+        From now on, the loader's position follows the new iterator; an older iterator no longer moves it.
         """
         cursor = _Cursor(epoch=self.epoch, batches_consumed=self.batches_consumed)
         if cursor.batches_consumed >= len(self):
@@ -145,19 +145,18 @@ class DataLoader:
         return EpochIterator(self, cursor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and what it is a position in; plain numbers and texts. Reads and moves nothing."""
+        """The position, and the parameters of the order; plain numbers and texts. Without side effects."""
         return self._state_at(self._cursor.epoch, self._cursor.batches_consumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a saved position, from the next iterator on; a living iterator is left alone.
+        """Continue at a saved position with the next iterator; existing iterators are not changed.
 
-        When the data or its division has changed since (``dp_world_size``, ``batch_size``, ``shuffle_method``, which is
-        ``randperm`` where ``state`` has none, or any newer field that ``state`` has), the saved position means nothing
-        here: a warning names each change, and the saved epoch is read again from its first sample. Keys that are unknown
-        here are ignored.
+        If the data or its division has changed, the saved position is not valid here. It has changed if ``dp_world_size``,
+        ``batch_size``, ``shuffle_method`` (``randperm`` if ``state`` has none) or another field that ``state`` has differs.
+        Then a warning names each change, and the saved epoch is read again from its first sample. Unknown keys are ignored.
 
         Raises:
-            CheckpointMismatchError: (a ``RuntimeError``) a key is missing or of the wrong type, or the position lies
+            CheckpointMismatchError: (a ``RuntimeError``) a key is missing or has the wrong type, or the position lies
                 past the epoch's end. The loader is unchanged then.
         """
         check_saved_state(state)
@@ -185,7 +184,7 @@ class DataLoader:
         return {"epoch": epoch, "batches_consumed": batches_consumed, **self.order.to_state()}
 
     def _seek(self, old: _Cursor, batches_consumed: int) -> None:
-        """Set the position within the epoch if it is still the one that ``old`` moves."""
+        """Set the position within the epoch, if ``old`` is still the loader's cursor."""
         if self._cursor is old:
             self._cursor = replace(old, batches_consumed=batches_consumed)
 
@@ -193,13 +192,12 @@ class DataLoader:
 class EpochIterator(Iterator[Any]):
     """One pass from a loader's position to its epoch's end.
 
-    ``sample_ids`` are the dataset indices of the batch last handed out. The dataset is first read, and workers are
-    started, at the first ``__next__``. When reading fails the pass is over; a new iterator begins with the batch that
-    failed.
+    ``sample_ids`` are the dataset indices of the last returned batch. The first ``__next__`` starts the workers and reads the
+    dataset. If reading fails, the pass has ended; a new iterator starts with the batch that failed.
     """
 
     def __init__(self, loader: DataLoader, cursor: _Cursor) -> None:
-        """Made by ``iter(loader)``; ``cursor`` is the position that this iterator moves."""
+        """Call ``iter(loader)`` instead; ``cursor`` is the position that this iterator moves."""
         self.sample_ids: list[int] = []
         self._loader = loader
         self._cursor = cursor
@@ -217,8 +215,8 @@ class EpochIterator(Iterator[Any]):
 
         Raises:
             StopIteration: the epoch is finished.
-            RuntimeError: the iterator was closed, or the dataset raised ``StopIteration`` (which would otherwise
-                end the epoch early without a word). What else a dataset raises passes through.
+            RuntimeError: the iterator was closed, or the dataset raised ``StopIteration`` (which would otherwise end the
+                epoch early without an error). Other errors of the dataset are raised unchanged.
         """
         number = self._cursor.batches_consumed
         if number >= len(self._loader):
@@ -240,23 +238,23 @@ class EpochIterator(Iterator[Any]):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state as of the batch last handed out by this iterator, wherever the loader is by now."""
+        """The loader's state after the last batch that this iterator returned, even if the loader has moved on."""
         return self._loader._state_at(self._cursor.epoch, self._cursor.batches_consumed)
 
     def rewind(self, batches_consumed: int) -> None:
-        """Put the loader back to an earlier batch of this pass, if it still follows this iterator; ends the iterator.
+        """Set the loader back to an earlier batch of this pass, if it still follows this iterator; closes the iterator.
 
-        For a reader that runs ahead of training and throws away what was not trained on.
+        For a reader that reads ahead of training and drops the batches that were not trained.
         """
         self._loader._seek(self._cursor, batches_consumed)
         self.close()
 
     def close(self) -> None:
-        """Stop workers and read nothing more. The loader keeps its position."""
+        """Stop the workers and end the pass. The loader keeps its position."""
         self._closed = True
         batches, self._batches, self._indices = self._batches, None, None
-        # A thread that is still inside torch's iterator would wait for ever for a stopped worker; the workers are then
-        # stopped when that thread lets go of it.
+        # Another thread that is still inside torch's iterator would wait forever for a stopped worker. In that case the
+        # workers end when that thread releases the iterator.
         if batches is not None and not self._is_reading:
             stop_reading(batches)
 
@@ -287,13 +285,13 @@ class EpochIterator(Iterator[Any]):
 class _Cursor:
     """A position that exactly one iterator moves.
 
-    The loader points at the cursor of its newest iterator and drops it for a fresh one to go elsewhere. So an iterator
-    that lives on, in another thread too, can't move a loader that has been sent to another position.
+    The loader refers to the cursor of its newest iterator. To change its position, it creates a new cursor. So an older
+    iterator, perhaps in another thread, can't move a loader whose position was set.
     """
 
     epoch: int
     batches_consumed: int
-    # set_epoch asked for this epoch and nothing was read since: a finished epoch is then not left for the next one.
+    # True after set_epoch, until a batch is read: then a finished epoch is not followed by the next one automatically.
     chosen: bool = False
 
 
@@ -330,7 +328,7 @@ def _length_of(dataset: MapDataset) -> int:
             "the dataset isn't map-style",
             expected="__len__ and __getitem__",
             found=type(dataset).__name__,
-            do="use a foreign loader for iterable data; its position is only as exact as its own state_dict",
+            do="use another loader for iterable data; its position is only as exact as its own state_dict",
         )
         raise ConfigError(message)
     return len(dataset)

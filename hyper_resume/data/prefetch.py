@@ -1,8 +1,7 @@
-"""Reading ahead of training without the saved position running ahead of training.
+"""Prefetching in a background thread, with the position of the batch that training has received.
 
-A thread that reads ahead moves the loader's position with every batch it takes. What a checkpoint needs is the position
-as of the batch last handed to training; :class:`HyperIter` takes that snapshot with each batch and hands both out
-together.
+A thread that reads ahead moves the loader's position with every batch that it reads. A checkpoint needs the position after the
+last batch that was returned to training. :class:`HyperIter` stores that position with each batch.
 """
 
 from __future__ import annotations
@@ -30,16 +29,15 @@ T = TypeVar("T")
 
 
 class BackgroundPrefetcher(Iterator[T]):
-    """Takes items from an iterator in a thread, at most ``capacity`` ahead of the consumer.
+    """Reads items from an iterator in a thread, at most ``capacity`` items ahead of the consumer.
 
-    An error in ``source`` reaches the consumer in its place, behind the items before it, and again at each later
-    ``__next__``. The thread ends with the source, with an error, on :meth:`close`, when this object is collected, and
-    at the interpreter's exit.
+    An error of ``source`` is raised after the items before it, and again at each later ``__next__``. The thread ends when the
+    source ends or fails, on :meth:`close`, when this object is deleted, and at the interpreter's exit.
 
     Args:
-        source: read only by the thread from now on.
-        capacity: items held ready, from 1 up; the thread holds one more in its hand.
-        close_timeout_seconds: how long :meth:`close` waits for a ``source`` that is in the middle of an item.
+        source: the iterator; from now on only the thread reads it.
+        capacity: items in the queue, 1 or more; the thread holds one more.
+        close_timeout_seconds: how long :meth:`close` waits for ``source`` to finish its current item.
 
     Raises:
         ConfigError: ``capacity`` is below 1.
@@ -49,10 +47,10 @@ class BackgroundPrefetcher(Iterator[T]):
         """Start the thread at once."""
         if capacity < 1:
             raise ConfigError(
-                describe("the prefetcher needs room for a batch", expected="1 or more", found=str(capacity))
+                describe("the capacity of the prefetcher is too small", expected="1 or more", found=str(capacity))
             )
         self._channel: _Channel[T] = _Channel(capacity)
-        # The thread must not know this object, or it would never be collected while the thread lives.
+        # The thread must not refer to this object, or the object could not be deleted while the thread runs.
         self._thread = threading.Thread(
             target=_fill, args=(self._channel, source), name="hyper-resume-prefetch", daemon=True
         )
@@ -73,16 +71,16 @@ class BackgroundPrefetcher(Iterator[T]):
         return self._channel.take()
 
     def close(self) -> None:
-        """Drop what was read ahead and end the thread. May be called more than once.
+        """Drop the queued items and end the thread. It may be called more than once.
 
-        Returns when the thread has ended; if the source takes longer than the time-out for the item it is at, logs a
-        warning and leaves the thread to end after that item.
+        It waits for the thread to end. If the current item takes longer than the timeout, it logs a warning and returns; the
+        thread ends after that item.
         """
         self._shut_down()
 
 
 class _Channel(Generic[T]):
-    """A bounded queue that can also end, fail and be closed, from either side, without anybody waiting for ever."""
+    """A bounded queue between a producer and a consumer, which can also end, fail or be closed without a deadlock."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -93,7 +91,7 @@ class _Channel(Generic[T]):
         self._error: BaseException | None = None
 
     def put(self, item: T) -> bool:
-        """Producer: wait for room and add ``item``; False when nobody wants it any more."""
+        """Producer: wait for room and add ``item``; False if the queue was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._items) < self._capacity)
             if not self._closed:
@@ -102,7 +100,7 @@ class _Channel(Generic[T]):
             return not self._closed
 
     def end(self, error: BaseException | None) -> None:
-        """Producer: no item follows, because of ``error`` if given."""
+        """Producer: mark the end of the items, with the ``error`` that ended them, if any."""
         with self._changed:
             self._ended = True
             self._error = error
@@ -122,7 +120,7 @@ class _Channel(Generic[T]):
             raise StopIteration
 
     def close(self) -> None:
-        """Consumer: wants nothing more."""
+        """Consumer: drop all items and accept no more."""
         with self._changed:
             self._closed = True
             self._items.clear()
@@ -135,7 +133,7 @@ def _fill(channel: _Channel[T], source: Iterator[T]) -> None:
         for item in source:
             if not channel.put(item):
                 break
-    except BaseException as caught:  # noqa: BLE001 - whatever ends this thread has to reach the consumer, who waits
+    except BaseException as caught:  # noqa: BLE001 - the waiting consumer must receive any error of this thread
         error = caught
     finally:
         channel.end(error)
@@ -143,36 +141,36 @@ def _fill(channel: _Channel[T], source: Iterator[T]) -> None:
 
 def _end_thread(channel: _Channel[Any], thread: threading.Thread, timeout_seconds: float) -> None:
     channel.close()
-    # The collector may run this in the prefetching thread itself, which can't wait for its own end.
+    # The garbage collector may call this in the prefetching thread itself, which can't join itself.
     if thread is threading.current_thread() or thread.ident is None:
         return
     thread.join(timeout_seconds)
     if thread.is_alive():
         logger.warning(
-            "the prefetching thread is still reading a batch after %.1f s; it ends after it", timeout_seconds
+            "the prefetching thread is still reading a batch after %.1f s; it ends after that batch", timeout_seconds
         )
 
 
 class HyperIter(Iterator[Any]):
-    """Iterates over one epoch of a loader and knows the position of the batch last handed to training.
+    """Iterates over one epoch of a loader and knows the position after the last batch that training has received.
 
-    Works with this package's :class:`~hyper_resume.data.loader.DataLoader`, with a foreign loader that has a
-    ``state_dict`` (its state is copied with every batch), and with any iterable (then there is no state).
+    It works with this package's :class:`~hyper_resume.data.loader.DataLoader`, with another loader that has a ``state_dict``
+    (which is copied with every batch), and with any iterable (then there is no state).
 
-    With the background prefetcher a thread reads in this process, beside training. A dataset that draws random numbers
-    in this process can't be resumed exactly then, as its draws fall between those of training at random; that is
-    refused at the first batch. Loader workers (``num_workers`` > 0) have streams of their own and are fine.
+    With the background prefetcher, a thread reads batches in this process while training runs. If the dataset draws random
+    numbers in this process, the order of its draws and those of training is random, and a resume can't be exact. This is
+    refused at the first batch. Loader workers (``num_workers`` > 0) have their own streams and are allowed.
 
     Args:
-        loader: the loader; ``iter(loader)`` is called at once, the first batch is read at the first ``__next__``.
+        loader: the loader; ``iter(loader)`` is called at once, and the first batch is read at the first ``__next__``.
         use_background_prefetcher: read ahead in a thread.
-        prefetch_batches: batches held ready by the thread.
+        prefetch_batches: how many batches the thread reads ahead.
     """
 
     def __init__(
         self, loader: Iterable[Any], *, use_background_prefetcher: bool = False, prefetch_batches: int = 2
     ) -> None:
-        """Stand before the next batch of ``loader``; no thread and no worker runs yet."""
+        """Start before the next batch of ``loader``; no thread and no worker is started yet."""
         if use_background_prefetcher and prefetch_batches < 1:
             message = describe("prefetch_batches is out of range", expected="1 or more", found=str(prefetch_batches))
             raise ConfigError(message)
@@ -186,17 +184,17 @@ class HyperIter(Iterator[Any]):
         self._handed_out = 0
         self._taken = _Count()
         self._readings = _read(self._iterator, self._snapshot, self._taken)
-        self._prefetcher: BackgroundPrefetcher[_Reading] | None = None
+        self._prefetcher: BackgroundPrefetcher[_BatchRead] | None = None
         self._closed = False
 
     @property
     def has_state(self) -> bool:
-        """Whether :meth:`state_dict` has a position to give; False for a loader without one."""
+        """Whether :meth:`state_dict` can return a position; False for a loader without a ``state_dict``."""
         return self._state is not None
 
     @property
     def sample_ids(self) -> list[int]:
-        """Dataset indices of the batch last handed out; empty when the loader doesn't tell."""
+        """Dataset indices of the last returned batch; empty if the loader does not report them."""
         return list(self._sample_ids)
 
     def __iter__(self) -> HyperIter:
@@ -209,8 +207,8 @@ class HyperIter(Iterator[Any]):
         Raises:
             StopIteration: the epoch is finished.
             RuntimeError: the iterator was closed.
-            UnsupportedError: the dataset draws random numbers in this process while a thread is to read it.
-            Exception: what reading raised; the iterator is closed then.
+            UnsupportedError: the dataset draws random numbers in this process, and a thread is to read it.
+            Exception: the error of the loader; the iterator is closed then.
         """
         if self._closed:
             raise RuntimeError("this iterator over the epoch was closed; make a new one from the loader")
@@ -219,7 +217,7 @@ class HyperIter(Iterator[Any]):
         except StopIteration:
             raise
         except BaseException:
-            # A generator that has raised once only says StopIteration: asked again, a failed epoch would look finished.
+            # A generator that has failed raises StopIteration at the next call, so a failed epoch would look finished.
             self.close()
             raise
         self._state = reading.state
@@ -230,10 +228,10 @@ class HyperIter(Iterator[Any]):
         return reading.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state as of the batch last handed out, for the loader's ``load_state_dict``.
+        """The loader's state after the last returned batch, for the loader's ``load_state_dict``.
 
-        Before the first batch it is the state at creation, after the last the state of the finished epoch. Stays
-        readable after :meth:`close`.
+        Before the first batch it is the state at creation; after the last batch, that of the finished epoch. It can be read
+        after :meth:`close` too.
 
         Raises:
             UnsupportedError: the loader has no ``state_dict`` (see :attr:`has_state`).
@@ -244,9 +242,9 @@ class HyperIter(Iterator[Any]):
         return copy.deepcopy(self._state)
 
     def close(self) -> None:
-        """End the thread and the loader's workers; the loader's position becomes that of the batch last handed out.
+        """End the thread and the loader's workers, and set the loader to the position after the last returned batch.
 
-        So training may stop in mid-epoch and read on from the same loader without losing what was read ahead.
+        So training may stop within an epoch and continue with the same loader, without losing prefetched batches.
         """
         if self._closed:
             return
@@ -254,7 +252,7 @@ class HyperIter(Iterator[Any]):
         if self._prefetcher is not None:
             self._prefetcher.close()
         if isinstance(self._iterator, EpochIterator):
-            # Always, because a thread that outlived its time-out may still move the position.
+            # Always, because a thread that did not end within the timeout may still move the position.
             self._iterator.rewind(self.state_dict()["batches_consumed"])
         elif self.has_state and self._taken.value > self._handed_out and hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(self.state_dict())
@@ -266,28 +264,28 @@ class HyperIter(Iterator[Any]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close, whatever happened."""
+        """Close the iterator, also after an error."""
         self.close()
 
-    def _take(self) -> _Reading:
+    def _take(self) -> _BatchRead:
         if not self._background:
             return next(self._readings)
         if self._prefetcher is None:
-            # The first batch is read here, so that workers are forked by this thread, streams restored since the
-            # construction are those it is read with, and a dataset that moves them is noticed.
+            # The first batch is read here: workers are then forked by this thread, the random streams are those that were
+            # restored after the construction, and a dataset that moves them is noticed.
             reading = self._take_first()
             self._prefetcher = BackgroundPrefetcher(self._readings, capacity=self._capacity)
             return reading
         return next(self._prefetcher)
 
-    def _take_first(self) -> _Reading:
-        # A foreign loader may well draw its order from the global streams, once, at its first batch.
+    def _take_first(self) -> _BatchRead:
+        # Another loader may draw its order from the global streams, once, at its first batch.
         watched = isinstance(self._iterator, EpochIterator)
-        before = _streams() if watched else None
+        before = _random_states() if watched else None
         reading = next(self._readings)
-        if watched and _streams() != before:
+        if watched and _random_states() != before:
             message = describe(
-                "the dataset draws random numbers in this process, which a prefetching thread makes unrepeatable",
+                "the dataset draws random numbers in this process; with a prefetching thread they can't be reproduced",
                 where=f"sample ids {reading.sample_ids}",
                 do="set num_workers to 1 or more, or use_background_prefetcher to false",
             )
@@ -296,8 +294,8 @@ class HyperIter(Iterator[Any]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Reading:
-    """A batch and the position right after it was taken; at the end no batch, and the finished epoch's position."""
+class _BatchRead:
+    """A batch and the position after it; at the end of the epoch no batch, and the position of the finished epoch."""
 
     batch: Any
     sample_ids: list[int]
@@ -310,11 +308,13 @@ class _Count:
     value: int = 0
 
 
-def _read(iterator: Iterator[Any], snapshot: Callable[[], dict[str, Any] | None], taken: _Count) -> Iterator[_Reading]:
+def _read(
+    iterator: Iterator[Any], snapshot: Callable[[], dict[str, Any] | None], taken: _Count
+) -> Iterator[_BatchRead]:
     for batch in iterator:
         taken.value += 1
-        yield _Reading(batch=batch, sample_ids=list(getattr(iterator, "sample_ids", ())), state=snapshot())
-    yield _Reading(batch=None, sample_ids=[], state=snapshot(), is_end=True)
+        yield _BatchRead(batch=batch, sample_ids=list(getattr(iterator, "sample_ids", ())), state=snapshot())
+    yield _BatchRead(batch=None, sample_ids=[], state=snapshot(), is_end=True)
 
 
 def _snapshot_function(loader: Iterable[Any], iterator: Iterator[Any]) -> Callable[[], dict[str, Any] | None]:
@@ -323,12 +323,12 @@ def _snapshot_function(loader: Iterable[Any], iterator: Iterator[Any]) -> Callab
     read_state: Callable[[], dict[str, Any]] | None = getattr(loader, "state_dict", None)
     if read_state is None:
         return lambda: None
-    # A foreign state may be live: it would go on changing inside the snapshot.
+    # Copied, because another loader may return a live object that changes later.
     return lambda: copy.deepcopy(read_state())
 
 
-def _streams() -> tuple[object, ...]:
-    """This process's torch (CPU), Python and NumPy streams, comparable."""
+def _random_states() -> tuple[object, ...]:
+    """The states of this process's torch (CPU), Python and NumPy streams, for comparison."""
     numpy_state: Any = np.random.get_state(legacy=False)
     words, place = numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"]
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), words, place, numpy_state["has_gauss"]

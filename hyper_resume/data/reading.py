@@ -1,4 +1,4 @@
-"""Reading planned batches of a dataset, in this process or in workers, without moving its random streams."""
+"""Reads the batches of an epoch through torch's loader, in this process or in workers, with seeded worker streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hyper_resume.data.worker_signals import ignore_signals
 
 
 class MapDataset(Protocol):
-    """What the loader needs of a dataset: a length and samples by index. ``fingerprint`` (a text) is used if there."""
+    """A map-style dataset: it has a length, and returns samples by index. The optional attribute ``fingerprint`` is a text."""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -30,14 +30,14 @@ class MapDataset(Protocol):
 
 
 class _PlannedBatch(NamedTuple):
-    """What the reading side is told of a batch."""
+    """Number and dataset indices of one batch, as sent to the process that reads it."""
 
     number: int
     sample_ids: list[int]
 
 
 class _RemainingBatches:
-    """The index side of torch's loader: the batches from ``first_batch`` to the end of the epoch."""
+    """The batch sampler for torch's loader: the batches from ``first_batch`` to the end of the epoch."""
 
     def __init__(self, indices: Indices, order: EpochOrder, first_batch: int) -> None:
         self._indices = indices
@@ -53,15 +53,15 @@ class _RemainingBatches:
 
 
 class PlannedDataset(Dataset[Any]):
-    """Reads a planned batch whole, which lets a worker seed its random streams between batches."""
+    """Reads whole batches, so that a worker can seed its random streams before each batch."""
 
     def __init__(self, dataset: MapDataset, worker_entropy: tuple[int, ...] | None) -> None:
-        """``worker_entropy`` (seed, epoch, rank) is given when workers read."""
+        """Wrap ``dataset``; ``worker_entropy`` (seed, epoch, rank) is given if workers read, otherwise None."""
         self._dataset = dataset
         self._worker_entropy = worker_entropy
 
     def __getitems__(self, planned: _PlannedBatch) -> list[Any]:
-        """The samples of one batch; torch calls it with whatever the batch sampler gave."""
+        """The samples of one batch; torch calls it with the items of the batch sampler."""
         if self._worker_entropy is not None:
             _seed_streams(*self._worker_entropy, planned.number)
         read_many = getattr(self._dataset, "__getitems__", None)
@@ -84,10 +84,10 @@ def start_reading(
     prefetch_factor: int | None,
     ignored_signals: Sequence[str] = (),
 ) -> Iterator[Any]:
-    """Batches ``first_batch`` to the epoch's last, as ``collate_fn`` makes them.
+    """Return an iterator over the batches from ``first_batch`` to the end of the epoch, as ``collate_fn`` makes them.
 
-    ``indices`` are the rank's dataset indices of the whole epoch; ``ignored_signals`` are names of
-    signals that end no worker (see :mod:`hyper_resume.data.worker_signals`).
+    ``indices`` are the rank's dataset indices of the whole epoch; ``ignored_signals`` are the names of signals that workers
+    ignore (see :mod:`hyper_resume.data.worker_signals`).
     """
     batches: TorchDataLoader[Any] = TorchDataLoader(
         PlannedDataset(dataset, (order.seed, epoch, dp_rank) if num_workers > 0 else None),
@@ -96,17 +96,17 @@ def start_reading(
         collate_fn=collate_fn,
         prefetch_factor=prefetch_factor,
         worker_init_fn=functools.partial(ignore_signals, tuple(ignored_signals)) if num_workers > 0 else None,
-        # torch draws a base seed for its workers; without a generator of its own that moves the global stream.
+        # torch draws a base seed for its workers. Without a separate generator, that would move the global stream.
         generator=torch.Generator().manual_seed(order.seed),
     )
     return iter(batches)
 
 
 def stop_reading(batches: Iterator[Any]) -> None:
-    """Stop the workers behind the result of :func:`start_reading` now.
+    """Stop the workers of an iterator from :func:`start_reading` now.
 
-    torch stops them when its iterator is collected, but an error raised in it keeps it alive for as long as somebody
-    holds that error.
+    torch stops them when its iterator is deleted. But an error that was raised in it keeps it alive as long as that error
+    exists.
     """
     stop_workers = getattr(batches, "_shutdown_workers", None)
     if stop_workers is not None:
@@ -115,7 +115,7 @@ def stop_reading(batches: Iterator[Any]) -> None:
 
 def _seed_streams(*entropy: int) -> None:
     """Seed this process's torch (CPU), Python and NumPy streams; equal numbers give equal streams."""
-    # SeedSequence takes no negative numbers, and a negative seed is a valid one.
+    # SeedSequence refuses negative numbers, but a negative seed is valid.
     words = np.random.SeedSequence([number % 2**64 for number in entropy]).generate_state(8)
     torch.default_generator.manual_seed(int(words[0]) << 32 | int(words[1]))
     random.seed(int(words[2]) << 32 | int(words[3]))

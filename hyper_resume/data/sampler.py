@@ -1,17 +1,17 @@
-"""Which dataset indices a data-parallel rank reads in an epoch, as pure functions of numbers.
+"""The order of an epoch: which dataset indices a data-parallel rank reads, as pure functions.
 
-Everything here is a function of (dataset length, epoch, seed, rank, world size, ...) and of nothing else: the shuffle
-comes from a private generator, the global random streams are neither read nor moved. That is what makes a position of
-the form (epoch, batches consumed) enough to resume: the rest of the order can be computed again.
+Everything here depends only on (dataset length, epoch, seed, rank, world size, ...): the shuffle uses its own generator, and
+the global random streams are neither read nor moved. So the position (epoch, batches consumed) is enough to resume, because
+the rest of the order can be computed again.
 
 There are two shuffles, ``shuffle_method``:
 
 * ``randperm``: the order of :class:`torch.utils.data.DistributedSampler` with ``set_epoch(epoch)``, which for one rank is
-  ``randperm`` from ``Generator().manual_seed(seed + epoch)``. Making it takes time and memory for every sample, on every
-  rank; a rank then keeps only its own share of it.
-* ``feistel``: another order, each index computed where it is asked for (see :mod:`hyper_resume.data.permutation`).
+  ``randperm`` from ``Generator().manual_seed(seed + epoch)``. Computing it takes time and memory for every sample, on every
+  rank; a rank then keeps only its own share.
+* ``feistel``: another order, whose indices are computed on demand (see :mod:`hyper_resume.data.permutation`).
 
-Ranks share out either order, and fill it up, as torch's sampler does.
+Either order is divided among the ranks, and padded, as in torch's sampler.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from hyper_resume.data.permutation import KeyedPermutation, Positions
 
 SHUFFLE_METHODS = ("randperm", "feistel")
 
-# The one that there was before a state could name it.
+# The method of saved states without this field, which are older than the field.
 _UNNAMED_METHOD = "randperm"
 
 
 def samples_per_rank(num_samples: int, *, dp_world_size: int, drop_last: bool) -> int:
-    """Samples a rank reads in an epoch: rounded down with ``drop_last``, else up (the order's start fills the gap)."""
+    """Samples that a rank reads in an epoch: rounded down with ``drop_last``, otherwise up (padded from the order's start)."""
     if drop_last:
         return num_samples // dp_world_size
     return -(-num_samples // dp_world_size)
 
 
 def batches_per_epoch(num_samples: int, *, batch_size: int, dp_world_size: int, drop_last: bool) -> int:
-    """Batches every rank reads in an epoch; a short last batch counts unless ``drop_last``."""
+    """Batches that every rank reads in an epoch; a short last batch counts unless ``drop_last``."""
     on_rank = samples_per_rank(num_samples, dp_world_size=dp_world_size, drop_last=drop_last)
     return on_rank // batch_size if drop_last else -(-on_rank // batch_size)
 
@@ -61,9 +61,9 @@ def epoch_indices(
     """Dataset indices of one rank in one epoch, in reading order.
 
     Returns:
-        ``samples_per_rank(...)`` indices. Rank r takes every ``dp_world_size``-th index of the epoch's order, starting at r.
-        Without ``drop_last`` the order is continued from its own start until it divides evenly. ``randperm`` gives a tensor
-        (int32 below 2**31 samples, else int64), the rest is computed when it is read.
+        ``samples_per_rank(...)`` indices. Rank r reads every ``dp_world_size``-th index of the epoch's order, starting at r.
+        Without ``drop_last`` the order is padded from its own start until it divides evenly. With ``randperm`` the result is a
+        tensor (int32 below 2**31 samples, otherwise int64); otherwise the indices are computed when they are read.
     """
     on_rank = samples_per_rank(num_samples, dp_world_size=dp_world_size, drop_last=drop_last)
     if shuffle and shuffle_method == "randperm":
@@ -74,21 +74,21 @@ def epoch_indices(
 
 
 def _random_order(num_samples: int, seed: int) -> NDArray[Any]:
-    """torch's permutation of all samples; the same one in both types, and int32 takes half the memory."""
+    """torch's permutation of all samples. Both dtypes give the same order, and int32 takes half the memory."""
     order = np.empty(num_samples, dtype=np.int32 if num_samples <= np.iinfo(np.int32).max else np.int64)
     torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed), out=torch.from_numpy(order))
     return order
 
 
 def _keep_share(order: NDArray[Any], on_rank: int, dp_rank: int, dp_world_size: int) -> NDArray[Any]:
-    """``order`` cut down to a rank's part of it, in place: a copy would take its time and memory at every resume."""
+    """``order`` reduced to a rank's share, in place, because a copy would take time and memory at every resume."""
     taken = min(on_rank, len(range(dp_rank, len(order), dp_world_size)))
-    # All that filling up ever adds to a rank is one index, its last.
+    # Padding adds at most one index to a rank, its last.
     filling = order[(dp_rank + taken * dp_world_size) % len(order)]
-    # Onto itself: NumPy promises the same result as if the two did not overlap, and copies forwards to keep it.
+    # The two overlap. NumPy guarantees the same result as without overlap.
     order[:taken] = order[dp_rank::dp_world_size][:taken]
     order[taken:on_rank] = filling
-    # Unchecked, because a debugger's references to the array would count; no other array or tensor looks at it.
+    # Without the check for references, because a debugger's would count. No other array or tensor uses this memory.
     order.resize(on_rank, refcheck=False)
     return order
 
@@ -100,13 +100,13 @@ def _ascending(positions: Positions) -> Positions:
 def _index_at(
     order_at: Callable[[Positions], Positions], num_samples: int, dp_rank: int, dp_world_size: int, places: Positions
 ) -> Positions:
-    """Indices at ``places`` of a rank's share, by their positions in the whole order."""
+    """The indices at ``places`` in a rank's share, computed from their positions in the whole order."""
     positions = places * np.uint64(dp_world_size) + np.uint64(dp_rank)
     return order_at(positions % np.uint64(num_samples))
 
 
 def batch_indices(indices: Indices, batch_size: int, batch_index: int) -> list[int]:
-    """Dataset indices of the batch ``batch_index`` (from 0) out of a rank's ``indices``."""
+    """Dataset indices of the batch with number ``batch_index`` (from 0) in a rank's ``indices``."""
     start = batch_index * batch_size
     batch: list[int] = indices[start : start + batch_size].tolist()
     return batch
@@ -114,7 +114,7 @@ def batch_indices(indices: Indices, batch_size: int, batch_index: int) -> list[i
 
 @dataclass(frozen=True, kw_only=True)
 class EpochOrder:
-    """Everything that the order of an epoch follows from, the same on all ranks; part of the loader's saved state."""
+    """All parameters of the order of an epoch, equal on all ranks; part of the loader's saved state."""
 
     dp_world_size: int
     batch_size: int
@@ -126,7 +126,7 @@ class EpochOrder:
     shuffle_method: str = "randperm"
 
     def count_batches(self) -> int:
-        """Batches a rank reads in an epoch."""
+        """Batches that a rank reads in an epoch."""
         return batches_per_epoch(
             self.num_samples,
             batch_size=self.batch_size,
@@ -148,9 +148,8 @@ class EpochOrder:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """The fields for a saved state. One that names no ``shuffle_method`` means ``randperm``, as the oldest ones do."""
-        # Not written, so that what is saved and what a restored loader says of itself stay equal, in both directions,
-        # between this version and those that know no other method.
+        """The fields for a saved state, without ``shuffle_method`` if it is ``randperm``, as in the oldest saved states."""
+        # Left out, so that saved and restored states are equal in this version and in older ones, which lack the field.
         return {
             name: value
             for name, value in asdict(self).items()
@@ -158,9 +157,9 @@ class EpochOrder:
         }
 
     def changes_since(self, state: Mapping[str, Any]) -> list[str]:
-        """One text for each field whose saved value differs; a field that ``state`` lacks isn't compared.
+        """One text for each field whose saved value differs. A field that is missing in ``state`` is not compared.
 
-        But for ``shuffle_method``, which ``state`` lacks where it is ``randperm``.
+        The exception is ``shuffle_method``, which is ``randperm`` if ``state`` does not have it.
         """
         saved = {"shuffle_method": _UNNAMED_METHOD, **state}
         return [

@@ -1,4 +1,4 @@
-"""What a saved data position must look like before anything is made of it."""
+"""Checks of a saved data position: its keys and their types."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEY_TYPES: dict[str, str] = {
 
 
 def is_non_negative_int(value: object) -> bool:
-    """Whether it is a whole number from 0 up; True and False are none."""
+    """Whether ``value`` is an integer of 0 or more, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -38,7 +38,7 @@ def _has_type(value: object, kind: str) -> bool:
 
 
 def check_saved_state(state: Mapping[str, Any]) -> None:
-    """Refuse a state without the keys that a position needs, or with a known key of the wrong type.
+    """Refuse a state in which a required key is missing or a known key has the wrong type.
 
     Raises:
         CheckpointMismatchError: names every key that is missing or wrong.

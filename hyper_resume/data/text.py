@@ -1,11 +1,11 @@
-"""Text files as token sequences of one length.
+"""A dataset of token sequences of one length, from text files.
 
-The documents are laid end to end, each followed by an end-of-document token, and cut into sequences of ``seq_length``
-tokens without overlap; what doesn't fill the last sequence is dropped. The order of the documents follows from their
-names, so every rank and every leg of a run sees the same sequences; the fingerprint lets them check that.
+The documents are concatenated, each followed by an end-of-document token, and cut into sequences of ``seq_length`` tokens
+without overlap; tokens that don't fill the last sequence are dropped. The order of the documents depends only on their names,
+so every rank gets the same sequences, and so does a resumed run. The fingerprint allows to check that.
 
-Text is UTF-8. A named file is read whatever its suffix. A named folder gives its files with a suffix in
-``FOLDER_SUFFIXES``, by name, a folder's own files before its subfolders; names that begin with a dot are passed over.
+Text is UTF-8. A named file is read whatever its suffix. From a named folder, the files with a suffix in ``FOLDER_SUFFIXES`` are
+read, sorted by name, those of a folder before those of its subfolders; names that begin with a dot are skipped.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hyper_resume.errors import ConfigError, UnsupportedError, describe
 
 FOLDER_SUFFIXES = (".json", ".md", ".py", ".txt")
 
-# The default corpus leaves out what differs between two installations of one Python: added packages, and the
-# generated module of build settings, which holds paths. Tests hold deliberately broken files.
+# Left out of the default corpus, because they differ between two installations of the same Python: installed packages, and the
+# generated module of build settings, which contains paths. Test folders contain files that are broken on purpose.
 _STDLIB_FOLDERS_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _STDLIB_FILES_LEFT_OUT = "_sysconfigdata"
 
@@ -43,21 +43,21 @@ class TextDataset:
     """Sequences of tokens, by index.
 
     Args:
-        tokens: array of shape ``[at least seq_length]``, uint16 or int32; the incomplete last sequence is left out.
-        seq_length: tokens a sequence.
-        vocab_size: rows the model's embedding needs.
-        noise: share of a sequence's input tokens that are replaced, anew at each reading, by one random byte. Which
-            ones comes from NumPy's stream, the byte from Python's. The labels stay clean.
+        tokens: array of shape ``[at least seq_length]``, uint16 or int32; the incomplete last sequence is dropped.
+        seq_length: tokens per sequence.
+        vocab_size: rows that the model's embedding needs.
+        noise: fraction of a sequence's input tokens that is replaced, at each reading, by one random byte. NumPy's random
+            stream selects the tokens, Python's the byte. The labels are not changed.
 
     Attributes:
         fingerprint: xxh3_128 of the tokens used, in hex.
 
     Raises:
-        ConfigError: the tokens don't fill one sequence.
+        ConfigError: there are fewer tokens than one sequence needs.
     """
 
     def __init__(self, tokens: Tokens, *, seq_length: int, vocab_size: int, noise: float = 0.0) -> None:
-        """Keeps ``tokens`` as they are, 2 or 4 bytes each."""
+        """Keep ``tokens`` with their dtype, 2 or 4 bytes each."""
         count = len(tokens) // seq_length
         if count == 0:
             expected = f"at least seq_length={seq_length} tokens"
@@ -79,10 +79,10 @@ class TextDataset:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Sequence ``index``: ``input_ids`` and ``labels``, int64 ``[seq_length]``; a causal model shifts the labels.
 
-        Without noise the two are equal, and nothing is drawn.
+        Without noise the two are equal, and no random number is drawn.
 
         Raises:
-            IndexError: ``index`` isn't from 0 to ``len(self) - 1``.
+            IndexError: ``index`` is not between 0 and ``len(self) - 1``.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
@@ -100,14 +100,14 @@ def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def build_text_dataset(config: DataConfig) -> TextDataset:
-    """The dataset that ``config`` describes: its ``paths``, or this Python's standard-library sources without any.
+    """The dataset that ``config`` describes: from its ``paths``, or from this Python's standard library if there are none.
 
-    Files are read in order and only until ``max_samples`` sequences are full.
+    Files are read in order, until ``max_samples`` sequences are full.
 
     Raises:
-        ConfigError: a number is out of range, a path or the tokenizer folder isn't there or can't be read, a named
-            file isn't UTF-8, or the text doesn't fill one sequence.
-        UnsupportedError: a tokenizer folder is named and ``transformers`` isn't installed.
+        ConfigError: a number is out of range, a path or the tokenizer folder does not exist or can't be read, a named file is
+            not UTF-8, or the text does not fill one sequence.
+        UnsupportedError: a tokenizer folder is named, but ``transformers`` is not installed.
     """
     _check_sizes(config)
     files = _named_files(config.paths) if config.paths else _stdlib_files()
@@ -143,7 +143,7 @@ class _Tokenizer(Protocol):
 
 
 class _ByteTokenizer:
-    """One token a byte, and one behind each document: 257 tokens."""
+    """One token per byte, and one after each document: 257 tokens."""
 
     token_per_byte = True
 
@@ -158,12 +158,12 @@ class _ByteTokenizer:
 
 
 class _FolderTokenizer:
-    """A Hugging Face tokenizer in a local folder; its end-of-sequence token, if any, stands behind each document."""
+    """A Hugging Face tokenizer in a local folder; its end-of-sequence token, if any, follows each document."""
 
     token_per_byte = False
 
     def __init__(self, folder: str) -> None:
-        # Anything but a folder would make transformers look for a name on the network.
+        # For anything but a folder, transformers would search the network.
         if not Path(folder).is_dir():
             expected = "'bytes' or a folder with a Hugging Face tokenizer"
             raise ConfigError(describe("no such tokenizer", where="data.tokenizer", expected=expected, found=folder))
@@ -182,7 +182,7 @@ class _FolderTokenizer:
 
     def encode(self, document: bytes) -> Tokens:
         text = document.decode("utf-8")
-        # verbose would warn of every document longer than the model's context, which is cut here anyway.
+        # With verbose it would warn of every document that is longer than the model's context; documents are cut here anyway.
         token_ids = list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         if self._tokenizer.eos_token_id is not None:
             token_ids.append(self._tokenizer.eos_token_id)
@@ -190,12 +190,12 @@ class _FolderTokenizer:
 
 
 def _round_up(tokens: int) -> int:
-    """Embedding rows for so many tokens: a multiple that any small tensor-parallel size divides."""
+    """Embedding rows for this many tokens: a multiple that small tensor-parallel sizes divide."""
     return -(-tokens // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
 
 
 def _check_sizes(config: DataConfig) -> None:
-    # A causal model predicts each token from those before it, so a sequence of one token has nothing to learn from.
+    # A causal model predicts each token from those before it, so it can't learn from a sequence of one token.
     if config.seq_length < 2:
         raise ConfigError(describe("data.seq_length is too small", expected="2 or more", found=str(config.seq_length)))
     if config.max_samples is not None and config.max_samples < 1:
@@ -227,13 +227,13 @@ def _stdlib_files() -> Iterator[Path]:
 
 
 def _folder_files(folder: Path, suffixes: tuple[str, ...], left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Files under ``folder`` by name, each folder's own before its subfolders; links to folders aren't followed."""
+    """Files under ``folder``, by name, those of a folder before those of its subfolders; links to folders are not followed."""
 
     def cannot_list(error: OSError) -> None:
         raise ConfigError(describe("a folder of text can't be read", found=str(error))) from error
 
     for place, subfolders, names in os.walk(folder, onerror=cannot_list):
-        # os.walk goes on with what is left in this list, in its order.
+        # os.walk continues with the folders in this list, in this order.
         subfolders[:] = sorted(name for name in subfolders if name not in left_out and not name.startswith("."))
         for name in sorted(names):
             file = Path(place, name)
@@ -242,14 +242,14 @@ def _folder_files(folder: Path, suffixes: tuple[str, ...], left_out: frozenset[s
 
 
 def _read_text(path: Path, limit_bytes: int | None, *, required: bool) -> bytes:
-    """The file's UTF-8 bytes, the first ``limit_bytes`` at most; empty for a file that isn't UTF-8 nor ``required``."""
+    """The file's UTF-8 bytes, at most ``limit_bytes``; empty for a file that is neither UTF-8 nor ``required``."""
     try:
         with path.open("rb") as file:
             document = file.read(-1 if limit_bytes is None else limit_bytes)
     except OSError as error:
         raise ConfigError(describe("a text file can't be read", found=str(error))) from error
     try:
-        # A character cut by the limit isn't an error.
+        # A character that the limit cuts in two is not an error.
         codecs.getincrementaldecoder("utf-8")().decode(
             document, final=limit_bytes is None or len(document) < limit_bytes
         )

@@ -1,7 +1,7 @@
-"""Loader workers that outlive a signal that asks training to stop.
+"""Loader workers that ignore preemption signals.
 
-A launcher signals the whole process group, workers included (torchrun does). Training then saves at the next step edge and
-needs its workers until there; a worker that dies of the signal turns that into an error.
+A launcher (such as torchrun) may signal the whole process group, workers included. Training then saves after the current step
+and needs its workers until then. A worker that the signal ended would turn this into an error.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 
 def ignore_signals(signals: Sequence[str], worker_id: int) -> None:
-    """Make this worker process ignore ``signals``, by name; runs once in it, before it reads.
+    """Make this worker process ignore the named signals; called once in each worker, before it reads.
 
-    SIGTERM is also how the training process ends a worker that it waits for in vain, so it is taken from that process and
-    ignored from any other.
+    The training process itself uses SIGTERM to end a worker that does not stop. So SIGTERM is obeyed if it comes from that
+    process, and ignored if it comes from any other.
     """
     for name in signals:
         number = signal.Signals[name]
         if number == signal.SIGTERM:
-            # Blocked here and in the thread, which takes it and can see who sent it; a handler could not.
+            # Blocked in all threads. A separate thread waits for it, because sigwaitinfo, unlike a handler, shows the sender.
             signal.pthread_sigmask(signal.SIG_BLOCK, {number})
             threading.Thread(
                 target=_obey_parent, args=(os.getppid(),), name="hyper_resume-sigterm", daemon=True

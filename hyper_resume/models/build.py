@@ -1,4 +1,4 @@
-"""Build a Hugging Face causal language model; nothing is ever downloaded."""
+"""Builds a Hugging Face causal language model from a preset or a local folder; nothing is ever downloaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TINY = {
     "tie_word_embeddings": False,
 }
 
-# Small enough for several processes on a laptop, with every part of the large models of the same kind.
+# Small enough for several processes on a laptop, with all the module types of the large models of the same family.
 PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
     {
         "tiny-llama": {"model_type": "llama", **_TINY},
@@ -44,34 +44,34 @@ PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
     }
 )
 
-# `sdpa` was the fastest on CPU and bit-reproducible, with and without dropout. `eager` experts are plain torch
-# operations, the same ones on every device; at this size `grouped_mm` was no faster and `batched_mm` 8 times slower.
+# `sdpa` was the fastest on CPU and reproducible bit for bit, with and without dropout. `eager` experts are plain torch
+# operations, the same on every device. At this size, `grouped_mm` was not faster and `batched_mm` was 8 times slower.
 _IMPLEMENTATIONS = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
 
-# Read by models with getattr, so that a configuration class need not declare it.
+# Models read it with getattr, and not every configuration class declares it.
 _UNDECLARED = ("head_dim",)
 
 
 def build_model(config: ModelConfig, *, vocab_size: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The model of ``config`` on the CPU in training mode.
+    """Return the model that ``config`` describes, on the CPU in training mode.
 
-    Fresh weights come from torch's CPU random stream: seed it alike on every rank. A preset gets ``vocab_size`` rows in
-    its embedding unless ``overrides`` say otherwise; a folder keeps its own.
+    Initial weights are drawn from torch's CPU random stream; use the same seed on every rank. The embedding of a preset has
+    ``vocab_size`` rows, unless ``overrides`` set another number; that of a folder has its own number.
 
     Args:
-        config: preset or folder, with overrides; adapters are :func:`hyper_resume.models.lora.apply_lora`'s business.
-        vocab_size: how many token ids the data may hold.
-        dtype: of all floating-point parameters.
+        config: preset or folder, with overrides; adapters are added by :func:`hyper_resume.models.lora.apply_lora`.
+        vocab_size: the number of different token ids in the data.
+        dtype: dtype of all floating-point parameters.
 
     Raises:
-        ConfigError: not exactly one of preset and folder, an unknown preset or override, values that the model
-            refuses, no such folder, weights that do not fit, fewer embedding rows than ``vocab_size``.
+        ConfigError: not exactly one of preset and folder is set; unknown preset or override; values that the model refuses; no
+            such folder; weights that do not fit; fewer embedding rows than ``vocab_size``.
         UnsupportedError: transformers is not installed.
     """
     if (config.preset is None) == (config.pretrained_model_name_or_path is None):
         raise ConfigError(
             describe(
-                "one source of the model is needed",
+                "the model needs exactly one source",
                 where="model.preset and model.pretrained_model_name_or_path",
                 expected="exactly one of them",
                 found="none" if config.preset is None else "both",
@@ -88,7 +88,7 @@ def build_model(config: ModelConfig, *, vocab_size: int, dtype: torch.dtype = to
         model = _load(transformers, folder, model_config, dtype=dtype, **implementations)
     else:
         model = _build(transformers, model_config, dtype=dtype, **implementations)
-    # A loaded model comes in evaluation mode, in which dropout would be off without a word.
+    # A loaded model is in evaluation mode, in which dropout is off.
     return model.train()
 
 
@@ -114,7 +114,7 @@ def _folder(name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ConfigError(
             describe(
-                "no model here" if folder.is_dir() else "no such folder",
+                "the folder has no model" if folder.is_dir() else "no such folder",
                 where=f"model.pretrained_model_name_or_path={name}",
                 expected="a local folder with a config.json; nothing is downloaded",
                 do="give the path of a folder, or choose a model.preset",
@@ -136,7 +136,7 @@ def _folder_values(folder: Path) -> dict[str, Any]:
 
 
 def _model_config(transformers: Any, values: dict[str, Any], overrides: dict[str, Any]) -> Any:
-    """The Hugging Face configuration of ``values`` with ``overrides``; derived fields follow the overrides."""
+    """Return the Hugging Face configuration from ``values`` and ``overrides``; derived fields are computed from both."""
     model_type = values["model_type"]
     try:
         known = transformers.AutoConfig.for_model(model_type)
@@ -176,7 +176,7 @@ def _unknown_override(name: str, names: Iterable[str], model_type: str) -> Confi
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What a Hugging Face configuration or model raises for values it can't take."""
+    """Return the errors that Hugging Face configurations and models raise for invalid values."""
     hub_errors = importlib.import_module("huggingface_hub.errors")
     return (ValueError, TypeError, hub_errors.StrictDataclassError)
 
@@ -218,7 +218,7 @@ def _load(transformers: Any, folder: Path, model_config: Any, **options: Any) ->
         raise ConfigError(
             describe("the model's weights can't be loaded", where=str(folder), found=str(error))
         ) from error
-    # Hugging Face fills gaps with fresh weights and a log line; a half-loaded model must not train.
+    # Hugging Face initializes missing weights and only logs it; a partially loaded model must not be trained.
     gaps = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
     if gaps:
         raise ConfigError(
@@ -226,7 +226,7 @@ def _load(transformers: Any, folder: Path, model_config: Any, **options: Any) ->
                 "the folder's weights do not cover the model",
                 where=str(folder),
                 found=f"{len(gaps)} missing or of another shape: {', '.join(gaps[:5])}",
-                do="set model.load_weights=false to start from fresh weights",
+                do="use the folder of this model, or set model.load_weights=false to start from initial weights",
             )
         )
     loaded: nn.Module = model

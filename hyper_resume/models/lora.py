@@ -1,4 +1,4 @@
-"""Low-rank adapters through the peft library."""
+"""LoRA adapters from the peft library."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from hyper_resume.errors import ConfigError, UnsupportedError, describe
 
 
 def apply_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
-    """``model`` with adapters on the layers that ``config.target_modules`` name; only the adapters stay trainable.
+    """Add adapters to the layers that ``config.target_modules`` names; only the adapters stay trainable.
 
-    It comes after building and before parallelisation: nothing wraps or re-initialises an adapter later, when a
-    checkpoint may have been loaded into it. Fresh adapters come from torch's random stream: seed it alike on all ranks.
+    Call it after building and before parallelisation, so that nothing wraps or initializes an adapter after a checkpoint was
+    loaded. Initial weights are drawn from torch's random stream; use the same seed on all ranks.
 
     Returns:
-        peft's wrapper around ``model``, or ``model`` itself when ``config.rank`` is 0.
+        peft's wrapper around ``model``, or ``model`` itself if ``config.rank`` is 0.
 
     Raises:
-        ConfigError: a negative rank, or a target that names no layer of the model.
+        ConfigError: a negative rank, or a target that is not the name of a layer.
         UnsupportedError: peft is not installed.
     """
     if config.rank == 0:
         return model
     if config.rank < 0:
-        raise ConfigError(describe("not a rank", where="model.lora.rank", expected="0 or more", found=str(config.rank)))
+        raise ConfigError(
+            describe("invalid LoRA rank", where="model.lora.rank", expected="0 or more", found=str(config.rank))
+        )
     peft = _import_peft()
     _check_targets(model, config.target_modules)
     adapters = peft.LoraConfig(
@@ -56,7 +58,7 @@ def _import_peft() -> Any:
 
 
 def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
-    """Every target must name a layer; peft itself is content when one of several does."""
+    """Check that every target names a layer; peft itself accepts a list in which only one does."""
     endings = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     absent = [target for target in targets if target.rpartition(".")[2] not in endings]
     if absent or not targets:

@@ -1,4 +1,4 @@
-"""Optimizers and lr schedules from the configuration."""
+"""Builds optimizers and learning rate schedulers from the configuration."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hyper_resume.config.schema import LRSchedulerConfig, OptimizerConfig
 from hyper_resume.errors import ConfigError, describe
 from hyper_resume.optim.chained import ChainedOptimizer
 
-# Matrices of these modules are no hidden layers; Muon's authors leave them to AdamW (https://kellerjordan.github.io/posts/muon).
+# These modules are not hidden layers; Muon's authors use AdamW for them (https://kellerjordan.github.io/posts/muon).
 _NOT_HIDDEN = ("embed_tokens", "lm_head")
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer | ChainedOptimizer:
-    """Build the configured optimizer over ``model``'s trainable parameters.
+    """Build the configured optimizer for ``model``'s trainable parameters.
 
-    Matrices decay, vectors (norms, biases) do not: two groups, in the order of the model's parameters.
+    There are two groups, in the order of the model's parameters: matrices with weight decay, vectors (norms, biases) without.
 
     Raises:
-        ConfigError: the model has no trainable parameter, or none that Muon can take.
+        ConfigError: the model has no trainable parameter, or none that Muon can train.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
@@ -37,7 +37,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     if not hidden or not rest:
         raise ConfigError(
             describe(
-                "muon needs matrices of hidden layers and other parameters beside them",
+                "muon needs matrices of hidden layers, and other parameters in addition to them",
                 found=f"{len(hidden)} hidden matrices, {len(rest)} others",
                 do="set optimizer.name=adamw",
             )
@@ -60,31 +60,31 @@ def _adamw(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -
         for parameters, weight_decay in ((decay, config.weight_decay), (no_decay, 0.0))
         if parameters
     ]
-    # foreach=False: parameters on different meshes can't share one fused call.
+    # foreach=False, because parameters on different meshes can't be updated in one fused call.
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
 
 
 def build_lr_schedulers(
     optimizer: torch.optim.Optimizer | ChainedOptimizer, config: LRSchedulerConfig, planned_steps: int
 ) -> list[LRScheduler]:
-    """Build one scheduler for each plain optimizer in ``optimizer``, stepped once an optimizer step.
+    """Build one scheduler for each plain optimizer in ``optimizer``; each is stepped once per optimizer step.
 
     Args:
-        optimizer: a plain one or a chain.
-        config: the schedule; warm-up starts at ``lr / warmup_steps`` of the way from 0.
-        planned_steps: optimizer steps of the whole run, the horizon where ``decay_steps`` is not set.
+        optimizer: a plain optimizer or a chain.
+        config: the schedule; the warm-up rises linearly from 0 to the configured learning rate in ``warmup_steps`` steps.
+        planned_steps: optimizer steps of the whole run; the length of the schedule if ``decay_steps`` is not set.
     """
     horizon = config.decay_steps or planned_steps
     members = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     if config.name == "onecycle":
-        # It refuses to be stepped past its total, so a shorter decay_steps can't shorten it below the run.
+        # It raises if it is stepped beyond its total, so decay_steps can't make it shorter than the run.
         return [_one_cycle(member, max(horizon, planned_steps) + 1) for member in members]
     return [_lambda(member, config, horizon) for member in members]
 
 
 def _one_cycle(optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
     peaks = [float(group["lr"]) for group in optimizer.param_groups]
-    # Cycling momentum needs betas or momentum in the group, and Muon's momentum is not meant to move.
+    # Cycling momentum needs betas or momentum in the group, and Muon's momentum should stay constant.
     return OneCycleLR(optimizer, max_lr=peaks, total_steps=total_steps, cycle_momentum=False)
 
 

@@ -1,4 +1,4 @@
-"""Several optimizers that step as one."""
+"""Several optimizers that are used as one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 class ChainedOptimizer:
-    """Steps its optimizers in order. It has no state of its own: ``chained_optimizers`` holds everything.
+    """Steps its optimizers in order. It has no state; ``chained_optimizers`` have all of it.
 
-    It is no ``torch.optim.Optimizer``: an lr scheduler belongs to one of the chained optimizers, one each.
+    It is not a ``torch.optim.Optimizer``. Each of the chained optimizers needs its own lr scheduler.
     """
 
     def __init__(self, chained_optimizers: Sequence[torch.optim.Optimizer]) -> None:

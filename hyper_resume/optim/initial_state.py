@@ -1,12 +1,14 @@
-"""Create an optimizer's state before its first step, with nothing else changed.
+"""Creates an optimizer's state before its first step, without any other change.
 
-Optimizers create their state lazily. A storage backend that can only fill tensors that exist needs them beforehand. The
-usual way, a real ``step()`` with lr and gradients of zero, moves step counters, decays weights in some optimizers, fires
-hooks and moves wrappers (a gradient scaler counts it), and leaves zeros where an optimizer starts from something else. Here
-the step runs on a stand-in for each parameter, in a copy of the optimizer, and the state is taken as the optimizer first
-sets it, before its update. Whether that state is the true beginning is then tried out: a second step from it must give the
-same bits as one from nothing. Where it does not (SGD with dampening takes its first gradient undampened), the state stays
-absent, and the optimizer makes it at its first step as ever.
+Optimizers create their state at the first step. A storage backend that can only fill existing tensors needs it before. The
+usual way, a real ``step()`` with a learning rate and gradients of zero, has side effects: it increments step counters, decays
+weights in some optimizers, calls hooks and counts in wrappers (a gradient scaler), and its state may differ from a true
+initial state.
+
+Here the step runs on a copy of each parameter in a copy of the optimizer, and the first value that the optimizer assigns to
+each state entry is used. Then a test checks that this is the true initial state: a step from it must give the same bits as a
+step without state. If it does not (SGD with dampening does not dampen its first gradient), the parameter gets no state, and
+the optimizer creates it at its first step as usual.
 """
 
 from __future__ import annotations
@@ -23,27 +25,27 @@ from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
-# What a copy of an optimizer must not share with it: its state, and the hooks that a step fires.
+# Attributes that are not copied with an optimizer: its state, and the hooks that a step calls.
 _NOT_COPIED = frozenset(
     {"state", "param_groups", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_hook_for_profile"}
 )
 
 
 def initialize_optimizer_state(optimizer: Any) -> None:
-    """Give every trainable parameter the state that its optimizer would begin with at a first step.
+    """Create the initial optimizer state of every trainable parameter.
 
-    Parameters that already have state keep it. Parameters, gradients, group options, hooks, scheduler counters and random
-    streams are untouched, and the next step gives the same bits as it would have given without this call.
+    Existing state is kept. Parameters, gradients, group options, hooks, scheduler counters and random streams are unchanged,
+    and the next step gives the same bits as without this call.
 
     Args:
-        optimizer: a ``torch.optim.Optimizer``; an object with ``chained_optimizers`` or a list (each is primed); a wrapper
-            with ``optimizer`` (that one is primed); None. Any other wrapper is left alone with a warning that says what it
-            would need.
+        optimizer: a ``torch.optim.Optimizer``; a list, or an object with ``chained_optimizers``, whose members are
+            initialized; a wrapper with ``optimizer``, which is initialized; or None. For any other wrapper, a warning says
+            which attribute is missing, and nothing is changed.
     """
     if optimizer is None:
         return
     chained = optimizer if isinstance(optimizer, (list, tuple)) else getattr(optimizer, "chained_optimizers", None)
-    # Asked before the class: a wrapper may derive from torch's Optimizer, and its step would step the wrapped one.
+    # Checked before the class: a wrapper may derive from torch's Optimizer, and its step would step the wrapped one.
     inner = getattr(optimizer, "optimizer", None)
     if chained:
         for member in chained:
@@ -51,7 +53,7 @@ def initialize_optimizer_state(optimizer: Any) -> None:
     elif inner is not None:
         initialize_optimizer_state(inner)
     elif isinstance(optimizer, torch.optim.Optimizer):
-        _prime(optimizer)
+        _initialize(optimizer)
     elif chained is None:
         logger.warning(
             "optimizer wrapper %s.%s is unknown: it is neither a torch Optimizer nor has chained_optimizers or optimizer, so "
@@ -61,14 +63,14 @@ def initialize_optimizer_state(optimizer: Any) -> None:
         )
 
 
-def _prime(optimizer: torch.optim.Optimizer) -> None:
+def _initialize(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not parameter.requires_grad or optimizer.state.get(parameter):
                 continue
             try:
-                state = _beginning(optimizer, group, parameter)
-            except Exception as error:  # noqa: BLE001  any optimizer of anyone may stand here
+                state = _initial_state(optimizer, group, parameter)
+            except Exception as error:  # noqa: BLE001  a third-party optimizer may raise anything
                 logger.warning(
                     "the state of %s can't be created before its first step (%s: %s); it stays absent until then",
                     type(optimizer).__qualname__,
@@ -80,57 +82,57 @@ def _prime(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter] = state
 
 
-def _beginning(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """Return the state that ``parameter`` begins with, or {} where a step from it would not be a first step."""
+def _initial_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """Return the initial state of ``parameter``; {} if a step from it differs from a first step without state."""
     zero, some = torch.zeros_like(parameter.detach()), parameter.detach() * 0.25 + 0.5
     state = _Recorder()
-    # Without the decay, because that would be a gradient too.
-    _step_stand_in(optimizer, {**group, "weight_decay": 0}, parameter, zero, state)
-    begun = dict(state.first)
-    if not begun:
+    # Without weight decay, which would act like a gradient.
+    _step_copy(optimizer, {**group, "weight_decay": 0}, parameter, zero, state)
+    initial = dict(state.first)
+    if not initial:
         return {}
     from_nothing: dict[str, Any] = {}
-    from_begun = copy.deepcopy(begun)
-    expected = _step_stand_in(optimizer, group, parameter, some, from_nothing)
-    found = _step_stand_in(optimizer, group, parameter, some, from_begun)
-    return begun if _same_bits([expected, from_nothing], [found, from_begun]) else {}
+    from_initial = copy.deepcopy(initial)
+    expected = _step_copy(optimizer, group, parameter, some, from_nothing)
+    found = _step_copy(optimizer, group, parameter, some, from_initial)
+    return initial if _same_bits([expected, from_nothing], [found, from_initial]) else {}
 
 
-def _step_stand_in(
+def _step_copy(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
     parameter: torch.Tensor,
     gradient: torch.Tensor,
     state: dict[str, Any],
 ) -> torch.Tensor:
-    """Step a copy of ``optimizer`` on a copy of ``parameter``; ``state`` is filled. Returns the stepped copy."""
-    stand_in = parameter.detach().clone().requires_grad_()
-    stand_in.grad = gradient.clone()
+    """Step a copy of ``optimizer`` on a copy of ``parameter``, and fill ``state``. Returns the copy after the step."""
+    copied = parameter.detach().clone().requires_grad_()
+    copied.grad = gradient.clone()
     shadow: Any = object.__new__(type(optimizer))
-    # An attribute that holds the parameters gets the stand-in for this one and nothing for the others.
+    # In copied attributes, this parameter is replaced by its copy, and every other parameter by an empty tensor.
     memo: dict[int, Any] = {
         id(other): torch.empty(0)
         for each in optimizer.param_groups
         for other in each["params"]
         if other is not parameter
     }
-    memo[id(parameter)] = stand_in
+    memo[id(parameter)] = copied
     own = {key: value for key, value in vars(optimizer).items() if key not in _NOT_COPIED}
     vars(shadow).update(copy.deepcopy(own, memo))
     vars(shadow).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
-    shadow.state = defaultdict(dict, {stand_in: state})
+    shadow.state = defaultdict(dict, {copied: state})
     options = {key: value for key, value in group.items() if key != "params"}
-    shadow.param_groups = [{**copy.deepcopy(options), "params": [stand_in]}]
-    # The undecorated step: the decorators run step hooks and count the call for lr schedulers.
+    shadow.param_groups = [{**copy.deepcopy(options), "params": [copied]}]
+    # The step without its decorators, which call step hooks and count the call for lr schedulers.
     raw_step = inspect.unwrap(type(optimizer).step)
     devices = [parameter.device] if parameter.device.type != "cpu" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type=parameter.device.type):
         raw_step(shadow)
-    return stand_in.detach()
+    return copied.detach()
 
 
 class _Recorder(dict[str, Any]):
-    """A parameter's state that remembers what each entry was first set to, before any update."""
+    """The state dict of a parameter that records the first value of each entry, before any update."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,8 @@
-"""Tensor parallelism and FSDP2 on one device mesh, and what follows: gradient norms, and copies that must agree."""
+"""Parallel training on one device mesh: tensor parallelism, FSDP2, gradient norms over shards, and checks of replicas.
+
+``mesh`` the device mesh · ``layers`` the decoder layers of a model · ``tensor_parallel`` the plan for each module · ``fsdp``
+sharding over data-parallel ranks · ``grad_norm`` gradient clipping · ``replicas`` the check that copies are equal
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,13 @@ __all__ = [
 
 
 def parallelize(model: nn.Module, mesh: ParallelMesh | None) -> nn.Module:
-    """Split ``model`` in place: tensor parallelism, then FSDP2; without a mesh it stays as it is. A collective.
+    """Apply tensor parallelism and then FSDP2 to ``model`` in place; without a mesh it is not changed. A collective.
 
-    ``model`` is whole on every rank, on its device, with adapters attached; each rank keeps its own part of its own
-    copy, so the copies must be equal.
+    Every rank passes the whole model, on its device, with adapters attached. Each rank keeps a part of its own copy, so the
+    copies must be equal.
 
     Raises:
-        ReplicaMismatchError: the ranks built different weights, which sharding would mix into a model nobody built.
+        ReplicaMismatchError: the ranks built different weights; sharding would mix them.
         ConfigError: sizes of the model can't be divided by the mesh.
         UnsupportedError: the model has parts that can't be parallelised.
     """
@@ -44,9 +48,9 @@ def parallelize(model: nn.Module, mesh: ParallelMesh | None) -> nn.Module:
 
 
 def mean_over_group(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The mean of ``value`` over the ranks of ``group``; ``value`` itself, detached, when ``group`` is None.
+    """The mean of ``value`` over the ranks of ``group``; a detached copy of ``value`` if ``group`` is None.
 
-    A sum and a division, because gloo has no mean. The result is equal on all ranks of the group.
+    Computed as a sum and a division, because gloo has no mean. The result is equal on all ranks of the group.
     """
     mean = value.detach().clone()
     if group is None:

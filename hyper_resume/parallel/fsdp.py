@@ -1,4 +1,4 @@
-"""FSDP2: every parameter becomes a DTensor that is sharded over the data-parallel ranks."""
+"""FSDP2: makes every parameter a DTensor that is sharded over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hyper_resume.parallel.mesh import ParallelMesh
 
 
 def apply_fsdp(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Shard ``model`` in place over ``mesh.dp_mesh``, one unit a decoder layer and one for the rest.
+    """Shard ``model`` in place over ``mesh.dp_mesh``, with one FSDP unit per decoder layer and one for the rest.
 
-    It is done for a data-parallel size of 1 too: then every parameter is a DTensor in every job of several processes,
-    and a checkpoint looks the same whatever the sizes are. Tensor parallelism must have been applied before.
+    It is applied for a data-parallel size of 1 too. So every parameter is a DTensor in every job with several processes, and
+    checkpoints have the same form for all sizes. Tensor parallelism must be applied before.
 
     Raises:
         UnsupportedError: the model has no stack of decoder layers.
     """
-    # A gathered output layer returns its logits as a view, of which FSDP2 warns in every process at the first step.
-    # It concerns in-place changes of the logits, and losses make none.
+    # A gathered output layer returns its logits as a view, and FSDP2 warns of it in every process at the first step. The
+    # warning is about in-place changes of the logits, which losses do not make.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
     for _, layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh.dp_mesh)

@@ -1,4 +1,4 @@
-"""Find the decoder layers of a Hugging Face causal language model by its module names."""
+"""Finds the decoder layers of a Hugging Face causal language model by its module names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from hyper_resume.errors import UnsupportedError, describe
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(full name, module) of each decoder layer, in order.
+    """Return (full name, module) of each decoder layer, in order.
 
-    The stack is the one ``nn.ModuleList`` named ``layers``, wherever a wrapper such as peft's has put it.
+    The layers are those of the only ``nn.ModuleList`` named ``layers``, at any depth, because wrappers such as peft nest it.
 
     Raises:
-        UnsupportedError: there is none, or more than one.
+        UnsupportedError: there is no such list, or more than one.
     """
     stacks = [
         (name, module)

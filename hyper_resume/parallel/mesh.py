@@ -1,4 +1,4 @@
-"""The device mesh: data-parallel shards outside, tensor parallelism inside: a tp group is neighbouring ranks."""
+"""The device mesh (dp_shard, tp): tensor-parallel groups are adjacent ranks, data parallelism is the outer dimension."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TP_DIM = "tp"
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelMesh:
-    """A (dp_shard, tp) mesh and this rank's place in it: global rank = dp_rank * tp_size + tp_rank."""
+    """A (dp_shard, tp) mesh and this rank's coordinates: global rank = dp_rank * tp_size + tp_rank."""
 
     device_mesh: DeviceMesh
     dp_rank: int
@@ -25,12 +25,12 @@ class ParallelMesh:
 
     @property
     def dp_mesh(self) -> DeviceMesh:
-        """The ranks that share this rank's tp shard and each read other data."""
+        """The submesh of the ranks with the same tp shard as this rank; each of them reads other data."""
         return self.device_mesh[DP_DIM]
 
     @property
     def tp_mesh(self) -> DeviceMesh:
-        """The ranks that read this rank's data and each hold other heads."""
+        """The submesh of the ranks that read the same data as this rank; each of them has other attention heads."""
         return self.device_mesh[TP_DIM]
 
 

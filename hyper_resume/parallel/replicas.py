@@ -1,7 +1,7 @@
-"""Do the copies agree? A checkpoint keeps one copy of what several ranks hold, so the others must be equal to it.
+"""Checks that replicas are equal: tensors, or parts of tensors, that several ranks hold.
 
-DCP writes one of the copies and gives it to every rank at load. Copies that have drifted apart are a defect of the
-parallelisation (a gradient that was never reduced), invisible in the loss, and lost without a word in a checkpoint.
+DCP writes one of the copies and loads it on every rank. If the copies differ, the parallelisation has a defect (a gradient that
+was not reduced), which the loss does not show, and a checkpoint silently loses the other copies.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _Int64 = npt.NDArray[np.int64]
 
 
 def check_replicas(entries: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Check that ranks which hold the same part of the same tensor hold the same bytes.
+    """Check that all ranks with the same part of a tensor have the same bytes.
 
-    A plain tensor is one part, held by every rank. A DTensor's parts are told apart by this rank's coordinates on the
-    mesh dimensions that shard it; along all other dimensions, and along those that its mesh doesn't have, they are
-    copies. Entries without copies are neither read nor exchanged.
+    A plain tensor has one part, which every rank holds. The part of a DTensor depends on the rank's coordinates in the mesh
+    dimensions that shard it; ranks that differ only in other dimensions hold copies. Entries without copies are neither
+    digested nor exchanged.
 
-    1. every rank: digests its copies (xxh3 over the local bytes) and learns whether any rank could not;
+    1. every rank: digests its copies (xxh3 of the local bytes); an error on one rank is raised on all;
     2. every rank: gathers from all ranks one digest of all names and layouts;
-    3. every rank: gathers from all ranks a digest and a part number for each copied entry, and compares. All see the
-       same numbers, so all return or all raise.
+    3. every rank: gathers from all ranks a digest and a part number for each copied entry, and compares them. All ranks see
+       the same numbers, so all return or all raise.
 
     Args:
-        entries: name to tensor, any dtype and shape; every rank passes the same names.
+        entries: name -> tensor, of any dtype and shape; every rank passes the same names.
         group: the ranks to compare, with a backend for CPU tensors; None for all.
 
     Raises:
-        ReplicaMismatchError: copies differ, or names or layouts do; the message has the first names and their ranks.
+        ReplicaMismatchError: copies, names or layouts differ; the message lists the first names and their ranks.
     """
     if not collective.is_distributed() or dist.get_world_size(group) == 1:
         return
@@ -56,10 +56,9 @@ def check_replicas(entries: Mapping[str, Tensor], group: dist.ProcessGroup | Non
 
 @dataclass(frozen=True, kw_only=True)
 class _Copies:
-    """This rank's side of the comparison.
+    """This rank's data for the comparison.
 
-    ``names``, ``digests`` and ``parts`` are parallel and hold the copied entries only; ``layouts`` has a line for every
-    entry.
+    ``names``, ``digests`` and ``parts`` have one item for each entry with copies; ``layouts`` has one line for every entry.
     """
 
     names: list[str]
@@ -87,15 +86,15 @@ def _copies(entries: Mapping[str, Tensor], world_size: int) -> _Copies:
 
 
 def _part(tensor: Tensor) -> tuple[int, int]:
-    """(which part of ``tensor`` this rank holds, how many parts there are)."""
+    """Return the number of the part of ``tensor`` that this rank holds, and the number of parts."""
     if not isinstance(tensor, DTensor):
         return 0, 1
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
-    # A partial sum counts as a copy: DCP takes one rank's summand for the whole, so it must not pass here.
+    # A partial sum counts as a copy: DCP would save one rank's summand as the whole, so different ones must be reported.
     sharding = [dim for dim, kind in enumerate(tensor.placements) if not (kind.is_replicate() or kind.is_partial())]
     sizes = [mesh.size(dim) for dim in sharding]
-    if coordinate is None:  # a rank outside the mesh holds nothing, as do its like
+    if coordinate is None:  # ranks outside the mesh hold nothing
         return -1, math.prod(sizes)
     part = 0
     for dim, size in zip(sharding, sizes, strict=True):
@@ -109,14 +108,14 @@ def _layout(name: str, tensor: Tensor) -> str:
 
 
 def _digest(tensor: Tensor) -> int:
-    """xxh3 of the local bytes; the part's number tells shards apart, so lengths need not enter."""
+    """Return the xxh3 of the local bytes. Different shards have different part numbers, so lengths are not digested."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     flat = local.detach().cpu().contiguous().reshape(-1)
     return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data)
 
 
 def _gather(values: _Int64, group: dist.ProcessGroup | None) -> _Int64:
-    """The ``values`` of every rank, shape (ranks, length); the length is the same on all."""
+    """Return the ``values`` of all ranks, shape (ranks, length); the length is the same on all ranks."""
     gathered = torch.empty(dist.get_world_size(group), len(values), dtype=torch.int64)
     dist.all_gather(list(gathered.unbind()), torch.from_numpy(values), group=group)
     result: _Int64 = gathered.numpy()
@@ -124,7 +123,7 @@ def _gather(values: _Int64, group: dist.ProcessGroup | None) -> _Int64:
 
 
 def _check_same_layouts(layouts: list[str], group: dist.ProcessGroup | None) -> None:
-    """Every rank must know the same tensors in the same layout, or the tables below would not line up."""
+    """Check that all ranks have the same tensors with the same layouts; otherwise their digests can't be compared."""
     summary = np.array([xxhash.xxh3_64_intdigest("\n".join(layouts).encode())], dtype=np.uint64).view(np.int64)
     summaries = _gather(summary, group)[:, 0]
     if (summaries == summaries[0]).all():
@@ -145,7 +144,7 @@ def _check_same_layouts(layouts: list[str], group: dist.ProcessGroup | None) -> 
 
 
 def _compare(names: list[str], digests: _Int64, parts: _Int64) -> None:
-    """Raise if two ranks (rows) with the same part have another digest in any column."""
+    """Raise if two ranks (rows) with the same part have different digests in any column."""
     order = np.argsort(parts, axis=0, kind="stable")
     parts_sorted = np.take_along_axis(parts, order, axis=0)
     digests_sorted = np.take_along_axis(digests, order, axis=0)
@@ -165,7 +164,7 @@ def _compare(names: list[str], digests: _Int64, parts: _Int64) -> None:
 
 
 def _differing_ranks(digests: _Int64, parts: _Int64) -> str:
-    """The ranks of each part that disagree, ``rank 0 != rank 1`` style, equal copies joined by ``,``."""
+    """Return the ranks whose copies differ, for each part: ``rank 0, 2 != rank 1`` (ranks 0 and 2 have equal copies)."""
     texts = []
     for part in np.unique(parts):
         holders = np.flatnonzero(parts == part)

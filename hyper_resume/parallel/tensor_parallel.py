@@ -1,17 +1,17 @@
-"""Tensor parallelism for Hugging Face decoders of the Llama, Qwen3 and Qwen3-MoE kind, with torch's own styles.
+"""Tensor parallelism for Hugging Face decoders such as Llama, Qwen3 and Qwen3-MoE, with torch's own parallel styles.
 
-Attention is split by heads and a dense MLP by its intermediate size. Modules are recognised by the names of their
-children, so a class that keeps those names needs no entry here.
+Attention is split by heads, and a dense MLP by its intermediate size. Modules are recognised by the names of their children, so
+a new model class with the same names works without changes here.
 
-What is left alone sees whole hidden states, equal on all ranks of a tp group, and therefore computes equal results and
-equal gradients there: embedding, layer norms, MoE router and experts, an output layer that is tied to the embedding.
-Experts stay whole because their fused parameter holds gate and up projection one after the other: cutting it in two
-would hand one rank the gates and the other the ups. That costs tp_size times the memory of the experts before
-FSDP2 and no correctness. :func:`hyper_resume.parallel.replicas.check_replicas` watches that such copies do stay equal.
+Modules that are not split get whole hidden states, which are equal on all ranks of a tp group. So their results and gradients
+are equal too: embedding, layer norms, MoE router and experts, and an output layer that is tied to the embedding. Experts are
+not split because their fused parameter contains gate and up projection one after the other; cut in two, one rank would get all
+gates and the other all ups. This costs tp_size times the memory of the experts before FSDP2, but the result is correct.
+:func:`hyper_resume.parallel.replicas.check_replicas` checks that the copies stay equal.
 
-``q_norm`` and ``k_norm`` are the trap: their weight is one head long and copied, but a rank applies it to its own heads
-only, so each rank has a part of the gradient. Left to themselves the copies drift apart. As replicated DTensors their
-gradient is a partial sum that FSDP2 reduces over the tp group before its own reduction.
+``q_norm`` and ``k_norm`` need special treatment: their weight has the length of one head and is copied, but each rank applies
+it to its own heads only and has only a part of the gradient. Without a reduction the copies would diverge. As replicated
+DTensors, their gradient is a partial sum that FSDP2 reduces over the tp group before its own reduction.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _HEADS_DIM = 2  # q_norm and k_norm get (batch, sequence, heads, head_dim)
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelPlan:
-    """What happens to which module, by full name.
+    """How each module is split, by full name.
 
-    ``styles`` goes to torch's ``parallelize_module``. ``whole`` names the modules inside a split one that may stay
-    copied because they see whole activations.
+    ``styles`` is the argument for torch's ``parallelize_module``. ``whole`` lists modules inside a split module that are
+    copied, because their activations are whole.
     """
 
     styles: dict[str, ParallelStyle] = field(default_factory=dict)
@@ -55,24 +55,24 @@ class TensorParallelPlan:
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh) -> None:
     """Split ``model`` in place over the one-dimensional ``tp_mesh``. A collective of that mesh.
 
-    FSDP2 must follow, whatever its size: it is what reduces the gradients of ``q_norm`` and ``k_norm``.
+    FSDP2 must be applied afterwards, with any size, because it reduces the gradients of ``q_norm`` and ``k_norm``.
 
     Raises:
         ConfigError: heads, key/value heads or the intermediate size can't be divided by the mesh's size.
-        UnsupportedError: a module has a parameter that the plan doesn't know and that would see only a shard.
+        UnsupportedError: a split module has a parameter that the plan does not cover.
     """
     if tp_mesh.size() == 1:
         return
     plan = make_plan(model, tp_mesh.size())
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     parallelize_module(model, tp_mesh, dict(plan.styles))
-    # SequenceParallel makes new parameters, and a new parameter is trainable: a frozen q_norm would start to learn.
+    # SequenceParallel creates new parameters, which are trainable: a frozen q_norm would be trained.
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable[name])
 
 
 def make_plan(model: nn.Module, tp_size: int) -> TensorParallelPlan:
-    """The plan for ``model``; reads shapes and names only.
+    """Return the plan for ``model``; only names and shapes are read.
 
     Raises:
         ConfigError: heads, key/value heads or the intermediate size can't be divided by ``tp_size``.
@@ -84,7 +84,7 @@ def make_plan(model: nn.Module, tp_size: int) -> TensorParallelPlan:
         if not split:
             raise UnsupportedError(
                 describe(
-                    "the layer has no attention that tensor parallelism knows",
+                    "the layer has no attention module that tensor parallelism supports",
                     where=layer_name,
                     expected=f"a module with {', '.join(_ATTENTION)}",
                     do="set accelerator.tp_size=1",
@@ -119,7 +119,7 @@ def _plan_attention(plan: TensorParallelPlan, name: str, attention: nn.Module, t
         _plan_linear(plan, f"{name}.{child}", attention.get_submodule(child), ColwiseParallel())
     _plan_linear(plan, f"{name}.o_proj", attention.get_submodule("o_proj"), RowwiseParallel())
     for child, module in attention.named_children():
-        # A norm over all heads at once (as long as the projection) would need a sum over ranks inside its forward.
+        # A norm over all heads together (with the length of the projection) would need a sum over ranks in its forward.
         if child in _HEAD_NORMS and [tuple(p.shape) for p in module.parameters()] == [(head_dim,)]:
             plan.styles[f"{name}.{child}"] = SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True)
     _check_covered(plan, name, attention)
@@ -134,7 +134,7 @@ def _plan_mlp(plan: TensorParallelPlan, name: str, mlp: nn.Module, tp_size: int)
 
 
 def _plan_output_layer(plan: TensorParallelPlan, model: nn.Module, tp_size: int) -> None:
-    """Split ``lm_head`` by vocabulary and gather its logits; it stays whole when it is tied or can't be divided."""
+    """Split ``lm_head`` by vocabulary and gather its logits; it stays whole if it is tied or can't be divided."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] != "lm_head":
             continue
@@ -147,8 +147,8 @@ def _plan_output_layer(plan: TensorParallelPlan, model: nn.Module, tp_size: int)
 def _plan_linear(plan: TensorParallelPlan, name: str, module: nn.Module, style: ParallelStyle) -> None:
     """Plan one linear layer, plain or wrapped by a peft LoRA adapter (``base_layer``, ``lora_A``, ``lora_B``).
 
-    The adapter follows its layer: by columns, ``lora_A`` sees the whole input and ``lora_B`` makes the rank's columns;
-    by rows, ``lora_A`` sees the rank's part of the input, its short result is summed, and ``lora_B`` stays whole.
+    The adapter is split like its layer. By columns: ``lora_A`` gets the whole input, and ``lora_B`` computes the rank's
+    columns. By rows: ``lora_A`` gets the rank's part of the input, its result is summed over ranks, and ``lora_B`` is whole.
     """
     children = dict(module.named_children())
     if "base_layer" not in children:
@@ -158,7 +158,7 @@ def _plan_linear(plan: TensorParallelPlan, name: str, module: nn.Module, style: 
         if isinstance(dropout, nn.Dropout) and dropout.p > 0:
             raise UnsupportedError(
                 describe(
-                    "LoRA dropout can't be combined with tensor parallelism: each rank would drop other inputs",
+                    "LoRA dropout can't be combined with tensor parallelism: each rank would drop different inputs",
                     where=name,
                     do="set model.lora.dropout=0 or accelerator.tp_size=1",
                 )
@@ -187,13 +187,13 @@ def _check_divisible(name: str, sizes: Mapping[str, int], tp_size: int) -> None:
 
 
 def _check_covered(plan: TensorParallelPlan, name: str, module: nn.Module) -> None:
-    """Refuse a parameter below ``module`` that no entry of the plan owns: it would be copied, and see only a shard."""
+    """Refuse a parameter below ``module`` that the plan does not cover: it would be copied, but used on a shard only."""
     for parameter, _ in module.named_parameters(prefix=name):
         owner = parameter.rpartition(".")[0]
         if owner not in plan.styles and owner not in plan.whole:
             raise UnsupportedError(
                 describe(
-                    "tensor parallelism doesn't know this parameter; its copies would drift apart",
+                    "tensor parallelism does not support this parameter; its copies would diverge",
                     where=parameter,
                     do="set accelerator.tp_size=1",
                 )

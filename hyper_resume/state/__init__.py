@@ -1,1 +1,6 @@
-"""Buckets: trainer objects <-> plain state. Knows no disk."""
+"""The state buckets: read the state of live training objects, and write it back to them. Nothing here reads or writes files.
+
+``model`` · ``optimizer`` · ``scheduler`` · ``dataloader`` · ``rng`` random streams · ``stateful`` any other object with a
+``state_dict`` · ``names`` parameter names without wrapper prefixes · ``certificate`` the record of what a restore did. In each
+bucket ``collect_*`` reads, ``check_*`` lists what would not be restored exactly, and ``apply_*`` writes.
+"""

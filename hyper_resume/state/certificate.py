@@ -1,7 +1,7 @@
-"""What a restore did: bucket by bucket and rank by rank ``exact``, ``degraded (reason)`` or ``absent (reason)``.
+"""The restore certificate: for each bucket and rank ``exact``, ``degraded (reason)`` or ``absent (reason)``.
 
-``exact`` is a measurement: the live state, collected again after the restore, has the digest of what was read, and where the
-checkpoint keeps the digests of the save, what was read has those. Each part says which of the three digests there were.
+``exact`` is measured: the live state, collected again after the restore, has the digest of the values that were read; and these
+have the digest of the save, if the checkpoint contains it. Each part records which of the three digests were available.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCertificate:
-    """One bucket on one rank.
+    """The result for one bucket on one rank.
 
-    ``reason`` is "" exactly when the verdict is ``exact``. ``saved``, ``loaded`` and ``live`` are digests at the save, of what
-    was read and of the live state after the restore; None where it could not be had.
+    ``reason`` is "" if and only if the verdict is ``exact``. ``saved``, ``loaded`` and ``live`` are the digests at the save, of
+    the values that were read, and of the live state after the restore; None if not available.
     """
 
     bucket: str
@@ -43,7 +43,7 @@ class BucketCertificate:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """A whole restore. ``created_at`` is UTC, ISO 8601; ``verified`` says what of the files was held against the manifest."""
+    """The results of a whole restore. ``created_at`` is UTC, ISO 8601; ``verified`` is how the files were verified."""
 
     schema_version: int = SCHEMA_VERSION
     path: str
@@ -57,23 +57,23 @@ class Certificate:
 
     @property
     def is_exact(self) -> bool:
-        """True when nothing is degraded; what was not asked for, or what neither side has, may be absent."""
+        """True if no bucket is degraded. A bucket may be absent if it was not requested, or if neither side has it."""
         return all(part.verdict != "degraded" for part in self.parts)
 
     def as_plain(self) -> dict[str, Any]:
-        """Return dicts, lists and plain values, for JSON."""
+        """Return dicts, lists and plain values that can be written as JSON."""
         return dataclasses.asdict(self)
 
     def lines(self) -> list[str]:
-        """Return one line for each bucket and verdict, for people."""
+        """Return one line of text for each bucket and verdict."""
         result = []
         for bucket in dict.fromkeys(part.bucket for part in self.parts):
             groups: dict[str, list[int]] = {}
             for part in self.parts:
                 if part.bucket == bucket:
-                    groups.setdefault(_told(part), []).append(part.rank)
+                    groups.setdefault(_verdict_text(part), []).append(part.rank)
             for text, ranks in groups.items():
-                where = "" if len(ranks) == self.world_size else f" on rank{'s'[: len(ranks) - 1]} {_listed(ranks)}"
+                where = "" if len(ranks) == self.world_size else f" on rank{'s'[: len(ranks) - 1]} {_rank_list(ranks)}"
                 result.append(f"{bucket:<17}{text}{where}")
         return result
 
@@ -88,16 +88,16 @@ def certify_bucket(
     loaded: str | None = None,
     live: str | None = None,
 ) -> BucketCertificate:
-    """Decide one bucket of one rank.
+    """Decide the verdict for one bucket on one rank.
 
     Args:
-        bucket: its name.
-        rank: whose part it is.
-        absent: why there was nothing to restore; "" when there was.
-        reasons: why the state is not what was saved, as known beforehand.
-        saved: the storage's own digests, at the save and of what was read.
-        loaded: digest of what was read.
-        live: digest of the live state afterwards, in the same form.
+        bucket: name of the bucket.
+        rank: number of the rank.
+        absent: why there was nothing to restore; "" if there was something.
+        reasons: known reasons why the restored state differs from the saved one.
+        saved: the digests that the storage computed: at the save, and of the values that were read.
+        loaded: digest of the values that were read.
+        live: digest of the live state after the restore, in the same format as ``loaded``.
     """
     why = list(reasons)
     if absent:
@@ -117,14 +117,14 @@ def certify_bucket(
     )
 
 
-def _told(part: BucketCertificate) -> str:
+def _verdict_text(part: BucketCertificate) -> str:
     if part.verdict != "exact":
         return f"{part.verdict} ({part.reason})"
     digests = [name for name in ("saved", "loaded", "live") if getattr(part, name) is not None]
-    return f"exact ({' = '.join(digests)})" if len(digests) > 1 else "exact (as read; its live state tells no digest)"
+    return f"exact ({' = '.join(digests)})" if len(digests) > 1 else "exact (as read; its live state has no digest)"
 
 
-def _listed(ranks: list[int]) -> str:
+def _rank_list(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
@@ -137,23 +137,23 @@ def read_certificate(path: Path) -> Certificate:
     """Read a stored certificate.
 
     Raises:
-        CheckpointMismatchError: it is no certificate, or of a schema version that this one does not read.
+        CheckpointMismatchError: it is not a certificate, or has a schema version that this library version does not read.
         OSError: it can't be read.
     """
     if path.stat().st_size > _MAX_BYTES:
-        raise _refused(path, f"{path.stat().st_size} bytes")
+        raise _unreadable(path, f"{path.stat().st_size} bytes")
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise _refused(path, f"{type(error).__name__}: {error}") from error
+        raise _unreadable(path, f"{type(error).__name__}: {error}") from error
     version = plain.get("schema_version") if isinstance(plain, dict) else None
     if type(version) is not int or version != SCHEMA_VERSION:
-        raise _refused(path, f"schema_version {version!r}")
+        raise _unreadable(path, f"schema_version {version!r}")
     try:
         parts = tuple(_part(item) for item in plain["parts"])
         return Certificate(**{**_fields(Certificate, plain), "parts": parts})
     except (KeyError, TypeError) as error:
-        raise _refused(path, f"{type(error).__name__}: {error}") from error
+        raise _unreadable(path, f"{type(error).__name__}: {error}") from error
 
 
 def _part(plain: Any) -> BucketCertificate:
@@ -163,7 +163,7 @@ def _part(plain: Any) -> BucketCertificate:
     return part
 
 
-_KINDS: Mapping[str, type | tuple[type, ...]] = {
+_FIELD_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "int": int,
     "str": str,
     "Verdict": str,
@@ -178,15 +178,15 @@ def _fields(kind: type[Any], plain: Any) -> dict[str, Any]:
     if not isinstance(plain, dict) or set(plain) != set(wanted):
         raise TypeError(f"fields {', '.join(map(str, plain)) if isinstance(plain, dict) else type(plain).__name__}")
     for name, annotation in wanted.items():
-        if not isinstance(plain[name], _KINDS[annotation]) or isinstance(plain[name], bool):
+        if not isinstance(plain[name], _FIELD_TYPES[annotation]) or isinstance(plain[name], bool):
             raise TypeError(f"{name} is {plain[name]!r}")
     return plain
 
 
-def _refused(path: Path, found: str) -> CheckpointMismatchError:
+def _unreadable(path: Path, found: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         describe(
-            "not a restore certificate that this version reads",
+            "not a restore certificate that this version can read",
             where=str(path),
             expected=f"JSON with schema_version {SCHEMA_VERSION} and the fields of a certificate",
             found=found,

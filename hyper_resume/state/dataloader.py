@@ -1,4 +1,4 @@
-"""The train_dataloader bucket: where in the data training stands."""
+"""The train_dataloader bucket: the position in the training data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 def collect_dataloader(data_iterator: Any, train_dataloader: Any) -> dict[str, Any] | None:
-    """Return the data position of the last TRAINED batch, or None where nothing can tell it.
+    """Return the data position of the last TRAINED batch, or None if neither object has a ``state_dict``.
 
-    The iterator is asked first: with background prefetching the loader itself has already read ahead of training.
+    The iterator comes first: with background prefetching, the loader's own position is ahead of training.
     """
     for source in (data_iterator, train_dataloader):
         if getattr(source, "has_state", hasattr(source, "state_dict")):
@@ -24,7 +24,7 @@ def collect_dataloader(data_iterator: Any, train_dataloader: Any) -> dict[str, A
 
 
 def check_dataloader(train_dataloader: Any, saved: dict[str, Any] | None) -> list[str]:
-    """Return why reading would not go on where the saved run stood; nothing is changed."""
+    """Return why reading would not continue at the saved position; changes nothing."""
     skipped = _why_skipped(train_dataloader, saved)
     if skipped is not None:
         return [skipped]
@@ -34,9 +34,9 @@ def check_dataloader(train_dataloader: Any, saved: dict[str, Any] | None) -> lis
 
 
 def apply_dataloader(train_dataloader: Any, saved: dict[str, Any] | None, *, undo: ExitStack | None = None) -> bool:
-    """Set the loader's position; must run before its iterator is made. Returns False when the bucket was skipped.
+    """Set the loader's position; call it before the iterator is created. Returns False if the bucket was skipped.
 
-    A loader warns itself of data that has changed. ``undo`` gets what brings back the position before this call.
+    The loader itself warns of changed data. ``undo`` receives a callback that restores the previous position.
     """
     skipped = _why_skipped(train_dataloader, saved)
     if skipped is not None:

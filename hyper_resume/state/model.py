@@ -1,4 +1,4 @@
-"""The model bucket: a live module <-> its state dict under wrapper-free names."""
+"""The model bucket: a live module <-> its state dict, under names without wrapper prefixes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hyper_resume.errors import CheckpointMismatchError, describe
 from hyper_resume.state.names import canonical_name, first_names
 
 _BUCKET = "model"
-# torch's own suffix of what a module's get_extra_state returned.
+# torch's key suffix for the result of a module's get_extra_state.
 _EXTRA_STATE = "_extra_state"
 
 
 def collect_model(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
-    """Return canonical name -> live tensor (no copy; a DTensor stays one).
+    """Return canonical name -> live tensor (not copied; a DTensor stays a DTensor).
 
-    What a module's ``get_extra_state`` returned, if it is no tensor, stands in a 1-tuple, which a storage backend keeps as
-    one entry whatever is inside.
+    The result of a module's ``get_extra_state`` that is not a tensor is wrapped in a 1-tuple, which a storage backend stores
+    as one entry, whatever its content.
 
     Args:
-        model: any module; FSDP2 and tensor-parallel ones give their sharded state.
-        trainable_only: only parameters with ``requires_grad`` (adapters); no buffers.
+        model: any module; for FSDP2 and tensor parallelism, the state is sharded.
+        trainable_only: return only parameters with ``requires_grad`` (adapters), and no buffers.
 
     Raises:
         CheckpointMismatchError: two entries have one canonical name.
@@ -50,10 +50,10 @@ def collect_model(model: nn.Module, *, trainable_only: bool = False) -> dict[str
 
 
 def check_model(model: nn.Module, entries: Collection[str]) -> list[str]:
-    """Return why the model would not come back as it was saved: entries of the checkpoint that have no place in it.
+    """Return why the model would not be restored exactly: the checkpoint has entries that the model does not have.
 
     Args:
-        model: the live one; nothing is changed.
+        model: the live model; it is not changed.
         entries: the checkpoint's flattened entry names.
     """
     own = {f"{_BUCKET}.{canonical_name(name)}" for name in model.state_dict()}
@@ -64,23 +64,23 @@ def check_model(model: nn.Module, entries: Collection[str]) -> list[str]:
 
 
 def apply_model(model: nn.Module, loaded: dict[str, Any], *, strict: bool) -> None:
-    """Put ``loaded`` (canonical names) into ``model``.
+    """Load ``loaded`` (canonical name -> value) into ``model``.
 
-    The tensors are usually the live ones, filled in place; the call then only runs the module's own load hooks.
+    The tensors are usually the live ones, which the load has filled in place. Then this only runs the module's load hooks.
     """
     live_names = {canonical_name(name): name for name in model.state_dict()}
     model.load_state_dict({live_names[name]: _unwrap(value) for name, value in loaded.items()}, strict=strict)
 
 
 def apply_extra_states(model: nn.Module, loaded: Mapping[str, Any], undo: ExitStack) -> None:
-    """Put only what modules keep beside their tensors (``get_extra_state``) into ``model``.
+    """Load only the modules' extra states (``get_extra_state``) into ``model``.
 
-    So that a module that can't take its state says so while the tensors are untouched.
+    It runs first, so that a module that refuses its extra state raises while the tensors are unchanged.
 
     Args:
-        model: the live one; its parameters and buffers keep their values.
-        loaded: what was read, by canonical name.
-        undo: gets what brings back the extra states before this call.
+        model: the live model; its parameters and buffers keep their values.
+        loaded: canonical name -> value that was read.
+        undo: receives a callback that restores the previous extra states.
     """
     names = {canonical_name(name): name for name in model.state_dict()}
     extras = {name: value for name, value in loaded.items() if name in names and _is_extra_state(name, value)}

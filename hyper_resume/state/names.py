@@ -1,4 +1,4 @@
-"""Names of parameters that stay the same whatever wraps the model."""
+"""Parameter names that do not depend on wrappers around the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-# What torch.compile and activation checkpointing put into parameter names; a run with and one without must agree.
+# Name parts that torch.compile and activation checkpointing add. A run with and a run without them must use the same names.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _SHOWN = 5
 
@@ -17,11 +17,11 @@ def canonical_name(name: str) -> str:
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Return id(parameter) -> its canonical name; a tied parameter has the name it is met under first."""
+    """Return id(parameter) -> canonical name; a tied parameter has its first name."""
     return {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first few of ``names`` for a message, and how many more there are."""
+    """Return the first few of ``names`` and the number of the others, for a message."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,8 +1,8 @@
-"""The optimizer bucket: live optimizers <-> state by parameter name.
+"""The optimizer bucket: live optimizers <-> their state by parameter name.
 
-State is filed under the parameter's name, not its position, so that a changed order of groups can't hand one parameter's
-moments to another. What is restored is exactly what was saved: a parameter that had no state then has none afterwards, and
-every tensor keeps the type it was saved with (``Optimizer.load_state_dict`` would cast moments to the parameter's type).
+State is stored by parameter name, not by position, so that a changed order of groups can't assign one parameter's moments to
+another. The state is restored exactly as it was saved: a parameter without saved state has none afterwards, and every tensor
+keeps its saved dtype (``Optimizer.load_state_dict`` would cast moments to the parameter's dtype).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 CheckpointEntries = Mapping[str, torch.Tensor | None]
 _GROUPS = "param_groups"
 _NAMES = "params"
-# Of each saved group: parameter name -> the keys of its state, so that a lost entry is noticed when it is read back.
+# In each saved group: parameter name -> the keys of its state, so that a load notices a missing entry.
 _STATE_KEYS = "state_keys"
 _BUCKET = "optimizer"
 
 
 def flatten_optimizers(optimizer: Any) -> list[Any]:
-    """Return the plain optimizers behind one optimizer, a list of them, or wrappers of either.
+    """Return the plain optimizers inside an optimizer, a list of optimizers, or wrappers of either.
 
-    A wrapper is looked through by its ``chained_optimizers`` (a list) or ``optimizer`` attribute.
+    A wrapper must have the attribute ``chained_optimizers`` (a list) or ``optimizer``.
 
     Raises:
         UnsupportedError: an object that is neither an optimizer nor a wrapper of these kinds.
@@ -62,14 +62,14 @@ def flatten_optimizers(optimizer: Any) -> list[Any]:
 
 
 def collect_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """Return ``{index: {"state": {parameter name: {...}}, "param_groups": (...)}}`` without side effects.
+    """Return ``{index: {"state": {parameter name: {...}}, "param_groups": (...)}}``, without side effects.
 
     Args:
-        optimizers: plain optimizers, as :func:`flatten_optimizers` gives them.
+        optimizers: plain optimizers, the result of :func:`flatten_optimizers`.
         names: id(parameter) -> name.
 
     Raises:
-        UnsupportedError: a parameter's state can't be laid out by shard (see :func:`_check_layout`).
+        UnsupportedError: the state of a sharded parameter is not sharded like it (see :func:`_check_layout`).
     """
     return {str(index): _collect_one(optimizer, names) for index, optimizer in enumerate(optimizers)}
 
@@ -84,30 +84,30 @@ def _collect_one(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
     groups = [_group_options(group, names, i) for i, group in enumerate(optimizer.param_groups)]
     for group in groups:
         group[_STATE_KEYS] = {name: sorted(state[name]) for name in group[_NAMES] if name in state}
-    # A tuple, because DCP takes a list of dicts apart into one entry per option.
+    # A tuple, because DCP would split a list of dicts into one entry per option.
     return {"state": state, _GROUPS: tuple(groups)}
 
 
 def _named_parameters(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
     for index, group in enumerate(optimizer.param_groups):
-        yield from zip(_names_of(group, names, index), group[_NAMES], strict=True)
+        yield from zip(_parameter_names(group, names, index), group[_NAMES], strict=True)
 
 
-def _names_of(group: Mapping[str, Any], names: Mapping[int, str], index: int) -> list[str]:
-    """Names of a group's parameters; one that is not the model's is named by its place."""
+def _parameter_names(group: Mapping[str, Any], names: Mapping[int, str], index: int) -> list[str]:
+    """Return the names of a group's parameters; one that does not belong to the model is named by its position."""
     return [names.get(id(parameter), f"unnamed/{index}/{place}") for place, parameter in enumerate(group[_NAMES])]
 
 
 def _group_options(group: Mapping[str, Any], names: Mapping[int, str], index: int) -> dict[str, Any]:
     options = {key: value for key, value in group.items() if key not in (_NAMES, "param_names")}
-    return {**options, _NAMES: _names_of(group, names, index)}
+    return {**options, _NAMES: _parameter_names(group, names, index)}
 
 
 def _check_layout(name: str, parameter: torch.Tensor, entries: Mapping[str, Any]) -> None:
-    """Refuse what can't be put back under a sharded parameter.
+    """Refuse state that can't be restored for a sharded parameter.
 
-    A per-rank tensor stands under a name that all ranks share, so DCP would keep one rank's and drop the others; a DTensor
-    of another shape than the parameter's has a layout that a fresh optimizer can't tell.
+    A plain per-rank tensor has the same name on all ranks, so DCP would keep that of one rank and drop the others. For a
+    DTensor with another shape than the parameter, a new optimizer can't tell how it was sharded.
     """
     if not isinstance(parameter, DTensor):
         return
@@ -118,43 +118,43 @@ def _check_layout(name: str, parameter: torch.Tensor, entries: Mapping[str, Any]
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else "no shape"
             raise UnsupportedError(
                 describe(
-                    f"optimizer state {key} of {name} does not follow the sharded parameter",
+                    f"optimizer state {key} of {name} is not sharded like the parameter",
                     expected=f"a DTensor of shape {tuple(parameter.shape)}, or a scalar",
                     found=f"{type(value).__name__} of shape {shape}",
-                    do="use an optimizer whose state follows its parameters, or set checkpoint.save_optimizer=false",
+                    do="use an optimizer whose state is sharded like its parameters, or set checkpoint.save_optimizer=false",
                 )
             )
 
 
 def _wrap(value: Any) -> Any:
-    """Put a container (L-BFGS keeps lists of tensors) into a 1-tuple, which DCP keeps as one entry."""
+    """Wrap a container (L-BFGS has lists of tensors) in a 1-tuple, which DCP keeps as one entry."""
     return (value,) if isinstance(value, (dict, list, tuple)) else value
 
 
 def _unwrap(value: Any, device: torch.device) -> Any:
-    return _move(value[0], device) if isinstance(value, tuple) else value
+    return _to_device(value[0], device) if isinstance(value, tuple) else value
 
 
-def _move(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {key: _move(item, device) for key, item in value.items()}
-    return type(value)(_move(item, device) for item in value) if isinstance(value, (list, tuple)) else value
+        return {key: _to_device(item, device) for key, item in value.items()}
+    return type(value)(_to_device(item, device) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def optimizer_template(
     optimizers: Sequence[Any], names: Mapping[int, str], entries: CheckpointEntries
 ) -> dict[str, Any]:
-    """Return the tensors that a load must fill: what the checkpoint holds, in the layout of this run's parameters.
+    """Return empty tensors for a load to fill: the state that the checkpoint has, sharded like this run's parameters.
 
     Args:
         optimizers: plain optimizers of this run.
         names: id(parameter) -> name.
-        entries: the checkpoint's flattened entry names -> meta tensor, or None for what is no tensor.
+        entries: the checkpoint's flattened entry name -> meta tensor, or None for an entry that is not a tensor.
 
     Raises:
-        CheckpointMismatchError: the checkpoint has state for an optimizer but for none of its parameters by name.
+        CheckpointMismatchError: the checkpoint has state for an optimizer, but under none of its parameters' names.
     """
     template: dict[str, Any] = {}
     for index, optimizer in enumerate(optimizers):
@@ -166,7 +166,7 @@ def optimizer_template(
 
 
 def saved_optimizer_count(entries: CheckpointEntries) -> int:
-    """Return how many optimizers the checkpoint holds."""
+    """Return the number of optimizers in the checkpoint."""
     count = 0
     while f"{_BUCKET}.{count}.{_GROUPS}" in entries:
         count += 1
@@ -174,7 +174,7 @@ def saved_optimizer_count(entries: CheckpointEntries) -> int:
 
 
 def check_optimizer_count(optimizers: Sequence[Any], entries: CheckpointEntries, where: str) -> list[str]:
-    """Return why the checkpoint at ``where`` has another number of optimizers than this run; [] when it has not."""
+    """Return a reason if the checkpoint at ``where`` has another number of optimizers than this run; otherwise []."""
     saved = saved_optimizer_count(entries)
     if saved == 0:
         return [f"{where} holds no optimizer state: the optimizer starts fresh"]
@@ -189,7 +189,7 @@ def check_optimizer_count(optimizers: Sequence[Any], entries: CheckpointEntries,
 def check_optimizer_entries(
     optimizers: Sequence[Any], names: Mapping[int, str], entries: CheckpointEntries
 ) -> list[str]:
-    """Return which saved state has no place in this run, as the checkpoint's description tells; nothing is changed.
+    """Return which saved state this run has no parameters for, by the names of the checkpoint's entries; changes nothing.
 
     Args:
         optimizers: plain optimizers of this run.
@@ -234,7 +234,7 @@ def _state_template(
 
 
 def _unread_names(optimizer: Any, names: Mapping[int, str], entries: CheckpointEntries, prefix: str) -> list[str]:
-    """Return the names of parameters that have saved state and are not this optimizer's."""
+    """Return the names with saved state that are not names of this optimizer's parameters."""
     live = dict(_named_parameters(optimizer, names))
     saved = {entry.removeprefix(prefix).rpartition(".")[0] for entry in entries if entry.startswith(prefix)}
     return sorted(saved - live.keys())
@@ -251,9 +251,9 @@ def _destination(parameter: torch.Tensor, key: str, meta: torch.Tensor | None) -
 
 
 def check_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded: Mapping[str, Any]) -> list[str]:
-    """Return why the optimizers would not come back as they were saved; nothing is changed.
+    """Return why the optimizers would not be restored exactly; changes nothing.
 
-    A parameter that had no state when it was saved (it never had a gradient) has none afterwards, which is as it was.
+    A parameter that had no state at the save (it never had a gradient) has none afterwards; that is exact.
 
     Raises:
         CheckpointMismatchError: a parameter's saved state is incomplete.
@@ -264,7 +264,7 @@ def check_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded
         if part is None:
             continue
         saved_groups, state = part[_GROUPS], part["state"]
-        _check_whole(saved_groups, state)
+        _check_complete(saved_groups, state)
         reasons += _unmatched_groups(optimizer, names, saved_groups)
         known = {name for group in saved_groups for name in group[_NAMES]}
         had_state = {name for group in saved_groups for name in group.get(_STATE_KEYS, ())}
@@ -276,12 +276,12 @@ def check_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded
 
 
 def apply_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded: Mapping[str, Any]) -> None:
-    """Give each optimizer the loaded state and group options; optimizers without a loaded part keep theirs.
+    """Set the loaded state and group options of each optimizer; an optimizer that is not in ``loaded`` keeps its own.
 
     Args:
         optimizers: plain optimizers.
         names: id(parameter) -> name.
-        loaded: as :func:`optimizer_template` laid it out, filled.
+        loaded: the result of :func:`optimizer_template`, filled by a load.
 
     Raises:
         CheckpointMismatchError: a parameter's saved state is incomplete.
@@ -291,7 +291,7 @@ def apply_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded
         if part is None:
             continue
         saved_groups = part[_GROUPS]
-        _check_whole(saved_groups, part["state"])
+        _check_complete(saved_groups, part["state"])
         for reason in _unmatched_groups(optimizer, names, saved_groups):
             logger.warning("%s", reason)
         live = dict(_named_parameters(optimizer, names))
@@ -300,41 +300,41 @@ def apply_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded
             parameter = live[name]
             optimizer.state[parameter] = {key: _unwrap(value, parameter.device) for key, value in entries.items()}
         for place, group in enumerate(optimizer.param_groups):
-            saved = _matching_group(_names_of(group, names, place), saved_groups, place)
+            saved = _matching_group(_parameter_names(group, names, place), saved_groups, place)
             if saved is not None:
                 _apply_options(group, saved)
-            _place_steps(optimizer, group)
+            _move_step_counters(optimizer, group)
 
 
 def register_optimizer_undo(optimizer: Any, undo: ExitStack) -> None:
-    """Let ``undo`` bring back the optimizer's state objects and group options as they are now."""
+    """Register a callback in ``undo`` that restores the optimizer's current state objects and group options."""
     state = dict(optimizer.state)
-    groups = [{key: _kept(value) for key, value in group.items()} for group in optimizer.param_groups]
+    groups = [{key: _copy_tensor(value) for key, value in group.items()} for group in optimizer.param_groups]
 
-    def bring_back() -> None:
+    def restore() -> None:
         optimizer.state.clear()
         optimizer.state.update(state)
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             for key in [key for key in group if key not in before]:
                 del group[key]
             for key, value in before.items():
-                # A compiled or captured step holds on to this very tensor.
+                # Filled in place, because a compiled or captured step refers to this tensor object.
                 if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                     group[key].copy_(value)
                 else:
                     group[key] = value
 
-    undo.callback(bring_back)
+    undo.callback(restore)
 
 
-def _kept(value: Any) -> Any:
+def _copy_tensor(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _place_steps(optimizer: Any, group: Mapping[str, Any]) -> None:
-    """Move the step counters to where torch keeps them: on the CPU, unless the group is capturable or fused.
+def _move_step_counters(optimizer: Any, group: Mapping[str, Any]) -> None:
+    """Move the step counters to the device where torch expects them: the CPU, unless the group is capturable or fused.
 
-    On the device they would slow every step of a plain optimizer; off it, a fused one fails.
+    On the accelerator they would slow down every step of a plain optimizer; on the CPU, a fused optimizer fails.
     """
     on_device = bool(group.get("capturable") or group.get("fused"))
     for parameter in group[_NAMES]:
@@ -343,8 +343,8 @@ def _place_steps(optimizer: Any, group: Mapping[str, Any]) -> None:
             entries["step"] = entries["step"].to(parameter.device if on_device else "cpu")
 
 
-def _check_whole(saved_groups: Sequence[Mapping[str, Any]], state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Absent state is legal (the parameter never had a gradient); half of it is not."""
+def _check_complete(saved_groups: Sequence[Mapping[str, Any]], state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse incomplete state of a parameter. No state at all is allowed: the parameter never had a gradient."""
     for group in saved_groups:
         for name, keys in group.get(_STATE_KEYS, {}).items():
             if name in state and set(state[name]) != set(keys):
@@ -359,16 +359,16 @@ def _check_whole(saved_groups: Sequence[Mapping[str, Any]], state: Mapping[str, 
 
 
 def _unmatched_groups(optimizer: Any, names: Mapping[int, str], saved_groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    groups = [_names_of(group, names, place) for place, group in enumerate(optimizer.param_groups)]
+    groups = [_parameter_names(group, names, place) for place, group in enumerate(optimizer.param_groups)]
     return [
-        f"no saved parameter group holds {own[0]}; this group keeps its configured options"
+        f"no saved parameter group contains {own[0]}; this group keeps its configured options"
         for place, own in enumerate(groups)
         if own and _matching_group(own, saved_groups, place) is None
     ]
 
 
 def _matching_group(own: list[str], saved_groups: Sequence[Mapping[str, Any]], place: int) -> Mapping[str, Any] | None:
-    """Find the saved group that holds most of these parameters; an empty group is matched by its place."""
+    """Return the saved group that contains most of these parameters; an empty group is matched by its position."""
     if not own:
         return saved_groups[place] if place < len(saved_groups) and not saved_groups[place][_NAMES] else None
     wanted = set(own)
@@ -384,7 +384,7 @@ def _apply_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             continue
         current = group.get(key)
         if isinstance(current, torch.Tensor):
-            # A compiled or captured step holds on to this very tensor.
+            # Filled in place, because a compiled or captured step refers to this tensor object.
             current.fill_(value)
         elif isinstance(value, torch.Tensor) and isinstance(current, (int, float)):
             group[key] = value.item()

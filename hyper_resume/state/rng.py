@@ -1,6 +1,6 @@
-"""The rng_state bucket: torch CPU, device, Python and NumPy streams of this rank.
+"""The rng_state bucket: the random streams of torch (CPU and device), Python and NumPy on this rank.
 
-Everything is stored as tensors and plain values, so that it reads back with ``weights_only=True``.
+The state consists of tensors and plain values, so that it can be read with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _NUMPY_GENERATOR = "MT19937"
 
 
 def collect_rng(device_type: str) -> dict[str, Any]:
-    """Return the state of every stream of this process; ``torch_device`` is None on the CPU.
+    """Return the state of every random stream of this process; ``torch_device`` is None on the CPU.
 
     Raises:
-        UnsupportedError: NumPy's global generator was replaced by one of another kind.
+        UnsupportedError: NumPy's global generator was replaced by one of another type.
     """
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)  # legacy=False
@@ -33,7 +33,7 @@ def collect_rng(device_type: str) -> dict[str, Any]:
                 "NumPy's global generator can't be saved",
                 expected=_NUMPY_GENERATOR,
                 found=str(numpy_state["bit_generator"]),
-                do="leave np.random as it is, and save a generator of your own with your own state",
+                do="do not replace NumPy's global generator; use a generator of your own, and save it with your own state",
             )
         )
     return {
@@ -51,7 +51,7 @@ def collect_rng(device_type: str) -> dict[str, Any]:
 
 
 def check_rng(saved: Mapping[str, Any], device_type: str) -> list[str]:
-    """Return why the streams would not go on where they were; nothing is changed.
+    """Return why the streams would not be continued exactly; changes nothing.
 
     Raises:
         CheckpointMismatchError: a stream is missing.
@@ -66,14 +66,14 @@ def check_rng(saved: Mapping[str, Any], device_type: str) -> list[str]:
                 do="resume from another checkpoint, or set checkpoint.restore_train_state=false",
             )
         )
-    # The other way round is refused when it is applied.
+    # The opposite case is refused by apply_rng.
     if saved["torch_device"] is None and get_device_rng_state(device_type) is not None:
-        return [f"no stream of a device was saved, and this run draws from one ({device_type})"]
+        return [f"no device stream was saved, and this run uses one ({device_type})"]
     return []
 
 
 def apply_rng(saved: Mapping[str, Any], device_type: str) -> None:
-    """Set every stream of this process. Must be the last thing a restore does: whatever draws afterwards moves a stream.
+    """Set every random stream of this process. It must be the last step of a restore, because any later draw moves a stream.
 
     Raises:
         CheckpointMismatchError: a stream is missing.
@@ -95,5 +95,5 @@ def apply_rng(saved: Mapping[str, Any], device_type: str) -> None:
 
 
 def _as_tuple(state: Any) -> Any:
-    """``random.setstate`` wants tuples all the way down; some encoders hand back lists."""
+    """Convert nested lists to tuples: ``random.setstate`` requires tuples, and some encoders return lists."""
     return tuple(_as_tuple(item) for item in state) if isinstance(state, (list, tuple)) else state

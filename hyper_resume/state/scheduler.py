@@ -1,10 +1,10 @@
-"""The lr_scheduler bucket: each scheduler's own state, and the group options that it moves.
+"""The lr_scheduler bucket: the state of each scheduler, and the options of the parameter groups that it changes.
 
-The options are the groups' own at the save. A scheduler's ``_last_lr`` is no substitute: with two schedulers on one
-optimizer (a warm-up each step, a plateau each epoch) or a learning rate changed by hand it is stale.
+The options are read from the groups at the save. A scheduler's ``_last_lr`` can't replace them: it is out of date if two
+schedulers share an optimizer (a warm-up per step, a plateau per epoch), or if a learning rate was changed by hand.
 
-A scheduler keeps its lists by the groups' places. Groups that were saved in another order are found by their parameters'
-names, and the lists are brought into this run's order.
+A scheduler has lists with one item per group. If the groups were saved in another order, they are matched by their parameters'
+names, and the lists are reordered.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from hyper_resume.errors import CheckpointMismatchError, describe
 
 logger = logging.getLogger(__name__)
 
-# Beside the scheduler's own entries; taken out before its load_state_dict.
+# An extra key in the scheduler's state dict; removed before its load_state_dict.
 _GROUP_OPTIONS = "group_options"
-# In each of the group options: the names of the group's parameters.
+# A key of each group's options: the names of the group's parameters.
 _NAMES = "params"
-# Lists of torch's schedulers with one item a parameter group.
+# Attributes of torch's schedulers that are lists with one item per parameter group.
 _PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums", _GROUP_OPTIONS}
 )
-_PARTS = "_schedulers"
-_MOVED_BY_ALL = ("lr",)
-_MOVED_BY_CYCLES = ("lr", "momentum", "betas")
+_INNER_SCHEDULERS = "_schedulers"
+_SET_BY_ALL = ("lr",)
+_SET_WHEN_CYCLING = ("lr", "momentum", "betas")
 
 
 def collect_schedulers(schedulers: Sequence[Any], names: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
-    """Return each scheduler's state dict, in order, with what it has set in its optimizer's groups.
+    """Return each scheduler's state dict, in order, with the options that it sets in its optimizer's groups.
 
-    ``names``: id(parameter) -> name; without it groups are told apart by their places only.
+    ``names``: id(parameter) -> name; without it, groups are matched by their position only.
     """
     names = names or {}
     return [{**scheduler.state_dict(), _GROUP_OPTIONS: _collect_options(scheduler, names)} for scheduler in schedulers]
 
 
 def check_schedulers(schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return why the checkpoint has another number of schedulers than this run; nothing is changed.
+    """Return a reason if the checkpoint has another number of schedulers than this run; changes nothing.
 
     Raises:
         CheckpointMismatchError: an optimizer has another number of parameter groups than the one that was saved.
     """
     for scheduler, state in zip(schedulers, saved, strict=False):
         _check_groups(scheduler, state)
-    return _other_count(schedulers, saved)
+    return _count_difference(schedulers, saved)
 
 
 def check_scheduler_fields(schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return which fields of a scheduler the saved state does not have, as when another kind of scheduler wrote it.
+    """Return which fields of a scheduler are missing in the saved state, as if another type of scheduler had written it.
 
-    Fields on the other side are no complaint: a scheduler may get some of them only as it steps.
+    Extra fields in the saved state are not reported, because a scheduler may create some of them only when it steps.
     """
     pairs = list(zip(schedulers, saved, strict=False))
     lacking = [sorted(set(scheduler.state_dict()) - set(state)) for scheduler, state in pairs]
@@ -75,26 +75,26 @@ def apply_schedulers(
     *,
     undo: ExitStack | None = None,
 ) -> None:
-    """Restore each scheduler and write its learning rates back into its optimizer's groups.
+    """Restore each scheduler, and write its learning rates back to its optimizer's groups.
 
-    A scheduler's constructor steps once and overwrites the groups' lr (and, where it cycles momentum, that too), and its
-    ``load_state_dict`` does not write them back; whoever built the scheduler after loading the optimizer would train its
-    first step with the initial lr. Must run after the optimizers were restored.
+    A scheduler's constructor makes a step and overwrites the groups' lr (and momentum, if it cycles that), and its
+    ``load_state_dict`` does not write them back. So the first step after a resume would use the initial lr. It must run after
+    the optimizers are restored.
 
-    ``undo`` gets what brings back the schedulers' own state; the groups are the optimizers'.
+    ``undo`` receives callbacks that restore the schedulers' own state. The groups belong to the optimizers' undo.
 
     Raises:
-        CheckpointMismatchError: the optimizer has another number of parameter groups than the one that was saved, or the
-            scheduler can't take the state.
+        CheckpointMismatchError: the optimizer has another number of parameter groups than the saved one, or the scheduler
+            refuses the state.
     """
-    for reason in _other_count(schedulers, saved):
+    for reason in _count_difference(schedulers, saved):
         logger.warning("%s", reason)
     pairs = list(zip(schedulers, expected_scheduler_states(schedulers, saved, names), strict=False))
     for scheduler, state in pairs:
         if undo is not None:
             undo.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
         _load_one(scheduler, {key: value for key, value in state.items() if key != _GROUP_OPTIONS})
-    # After all of them: two schedulers may share an optimizer, and a load_state_dict may write to its groups.
+    # After all loads: two schedulers may share an optimizer, and a load_state_dict may write to its groups.
     for scheduler, state in pairs:
         _apply_options(scheduler, state)
 
@@ -102,14 +102,14 @@ def apply_schedulers(
 def expected_scheduler_states(
     schedulers: Sequence[Any], saved: Sequence[Mapping[str, Any]], names: Mapping[int, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the saved states of the schedulers that this run has too, with the groups in this run's order."""
+    """Return the saved states of the schedulers that this run has, with the groups in this run's order."""
     return [
-        _in_this_order(state, _saved_places(scheduler, state, names or {}))
+        _reorder_groups(state, _saved_indices(scheduler, state, names or {}))
         for scheduler, state in zip(schedulers, saved, strict=False)
     ]
 
 
-def _other_count(schedulers: Sequence[Any], saved: Sequence[Any]) -> list[str]:
+def _count_difference(schedulers: Sequence[Any], saved: Sequence[Any]) -> list[str]:
     if len(schedulers) == len(saved):
         return []
     return [
@@ -124,7 +124,7 @@ def _load_one(scheduler: Any, state: dict[str, Any]) -> None:
     except Exception as error:
         raise CheckpointMismatchError(
             describe(
-                f"{type(scheduler).__name__} can't take the saved state",
+                f"{type(scheduler).__name__} refuses the saved state",
                 expected=f"fields {', '.join(sorted(scheduler.state_dict()))}",
                 found=f"{', '.join(sorted(state))} ({type(error).__name__}: {error})",
                 do="resume with the lr scheduler that was saved",
@@ -133,25 +133,25 @@ def _load_one(scheduler: Any, state: dict[str, Any]) -> None:
 
 
 def _collect_options(scheduler: Any, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    moved = _MOVED_BY_CYCLES if _cycles_momentum(scheduler) else _MOVED_BY_ALL
+    moved = _SET_WHEN_CYCLING if _cycles_momentum(scheduler) else _SET_BY_ALL
     return [
-        {**{key: _plain(group[key]) for key in moved if key in group}, _NAMES: _names_of(group, names)}
+        {**{key: _plain(group[key]) for key in moved if key in group}, _NAMES: _parameter_names(group, names)}
         for group in _groups(scheduler)
     ]
 
 
-def _names_of(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
+def _parameter_names(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
     return [names[id(parameter)] for parameter in group.get("params", ()) if id(parameter) in names]
 
 
-def _saved_places(scheduler: Any, state: Mapping[str, Any], names: Mapping[int, str]) -> list[int]:
-    """For each group of this run the place at which it was saved; their own places where names don't tell.
+def _saved_indices(scheduler: Any, state: Mapping[str, Any], names: Mapping[int, str]) -> list[int]:
+    """Return, for each group of this run, its index among the saved groups; its own index if names can't decide.
 
-    A group without named parameters takes a place that is left over. Groups that were cut anew have no counterparts, and
-    keep their places.
+    A group without named parameters gets an index that no other group has. If the parameters are divided into groups in
+    another way than at the save, all groups keep their own index.
     """
     saved = [set(options.get(_NAMES, ())) for options in state.get(_GROUP_OPTIONS) or []]
-    own = [set(_names_of(group, names)) for group in _groups(scheduler)]
+    own = [set(_parameter_names(group, names)) for group in _groups(scheduler)]
     places = list(range(len(own)))
     if len(own) != len(saved):
         return places
@@ -160,21 +160,21 @@ def _saved_places(scheduler: Any, state: Mapping[str, Any], names: Mapping[int, 
     if len(set(found.values())) < len(found):
         return places
     left = [other for other in places if other not in found.values()]
-    # A group that is told by nothing keeps its place if that is free.
+    # A group without names keeps its index if no other group has it.
     for place in [place for place in places if place not in found and place in left]:
         found[place] = place
         left.remove(place)
     return [found[place] if place in found else left.pop(0) for place in places]
 
 
-def _in_this_order(state: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """Return ``state`` with every list that has an item a group in the order of ``places``, in parts of it too."""
+def _reorder_groups(state: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
+    """Return ``state`` with every per-group list reordered by ``places``, including those of inner schedulers."""
     result = dict(state)
     for key, value in state.items():
         if key in _PER_GROUP and isinstance(value, (list, tuple)) and len(value) == len(places):
             result[key] = [value[place] for place in places]
-        elif key == _PARTS:
-            result[key] = [_in_this_order(part, places) for part in value]
+        elif key == _INNER_SCHEDULERS:
+            result[key] = [_reorder_groups(part, places) for part in value]
     return result
 
 
@@ -185,7 +185,7 @@ def _apply_options(scheduler: Any, state: Mapping[str, Any]) -> None:
             if key == _NAMES:
                 continue
             if isinstance(group.get(key), torch.Tensor):
-                # A compiled or captured step holds on to this very tensor.
+                # Filled in place, because a compiled or captured step refers to this tensor object.
                 group[key].fill_(value)
             else:
                 group[key] = value
@@ -205,7 +205,7 @@ def _check_groups(scheduler: Any, state: Mapping[str, Any]) -> None:
 
 
 def _options_of(scheduler: Any, state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """What each group had when the state was saved; state of other origin tells at most the learning rates."""
+    """Return the options of each group at the save; a state that another tool saved has at most the learning rates."""
     saved: Sequence[Mapping[str, Any]] | None = state.get(_GROUP_OPTIONS)
     if saved is not None:
         return saved

@@ -1,7 +1,7 @@
-"""Anything else a trainer holds that has a state_dict: gradient scaler, moving averages, callbacks, generators.
+"""The stateful bucket: any other object with a state_dict (gradient scaler, moving averages, callbacks, generators).
 
-Found by looking at the trainer's attributes and callbacks, saved by name. Tensors are kept as this rank's own part, since
-the training state is stored per rank anyway.
+The objects are found among the trainer's attributes and callbacks, and saved by name. Of a sharded tensor only this rank's part
+is saved, because the training state is stored per rank.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def find_stateful(owner: Any, callbacks: Iterable[Any], known: Iterable[Any]) ->
     """Return name -> object for every attribute of ``owner`` and every callback that can save and restore its state.
 
     Args:
-        owner: the trainer; its attributes are named after themselves.
-        callbacks: named ``callback.<class name>``, a repeated class with a number after it.
-        known: objects that are saved as buckets of their own; these, and modules made of their parameters and buffers
-            (a compiled alias of the model), are left out.
+        owner: the trainer; an attribute's name is its name here.
+        callbacks: named ``callback.<class name>``, with a number if a class occurs more than once.
+        known: objects that other buckets save. They are left out, and so are modules that consist of their parameters and
+            buffers (a compiled alias of the model).
     """
     known = list(known)
     tensors = {id(tensor) for item in known if isinstance(item, nn.Module) for tensor in _tensors(item)}
@@ -53,7 +53,7 @@ def find_stateful(owner: Any, callbacks: Iterable[Any], known: Iterable[Any]) ->
 
 
 def _is_alias(module: nn.Module, known: set[int]) -> bool:
-    """True when ``module`` holds nothing of its own; one without any tensor may still have an extra state."""
+    """True if all tensors of ``module`` are known; without tensors, if it has no state (such as an extra state)."""
     own = _tensors(module)
     return all(id(tensor) in known for tensor in own) if own else not module.state_dict()
 
@@ -69,15 +69,15 @@ def _is_stateful(value: Any) -> bool:
 
 
 def collect_stateful(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name -> state of each object, DTensors as this rank's local tensor, tensors on the CPU and copied."""
+    """Return name -> state of each object. Tensors are copied to the CPU; of a DTensor, this rank's local tensor."""
     return {
-        name: _localise(value.get_state() if isinstance(value, torch.Generator) else value.state_dict())
+        name: _to_local(value.get_state() if isinstance(value, torch.Generator) else value.state_dict())
         for name, value in found.items()
     }
 
 
 def check_stateful(found: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Return why these objects would not come back as they were saved: what is on one side only, by name."""
+    """Return why these objects would not be restored exactly: the names that only the checkpoint or only the trainer has."""
     return [
         *(
             f"the checkpoint holds state of {name}, which this trainer does not have; it is not restored"
@@ -91,19 +91,19 @@ def check_stateful(found: Mapping[str, Any], saved: Mapping[str, Any]) -> list[s
 
 
 def apply_stateful(found: Mapping[str, Any], saved: Mapping[str, Any], *, undo: ExitStack | None = None) -> None:
-    """Restore every object that has a saved state; what is on one side only is warned of by name.
+    """Restore every object that has a saved state; a warning lists the names that only one side has.
 
-    ``undo`` gets what brings back each object's state before this call.
+    ``undo`` receives callbacks that restore each object's previous state.
 
     Raises:
-        CheckpointMismatchError: a sharded tensor was saved with another local shape (the world changed).
+        CheckpointMismatchError: a sharded tensor was saved with another local shape (the world size or the mesh has changed).
     """
     for reason in check_stateful(found, saved):
         logger.warning("%s", reason)
     for name in sorted(set(found) & set(saved)):
         value = found[name]
         if undo is not None:
-            # Copied: a state_dict may hand out the object's own containers, which the load then changes.
+            # Copied, because a state_dict may contain the object's own containers, which the load then changes.
             undo.callback(_apply_one, value, copy.deepcopy(collect_stateful({name: value})[name]), name)
         _apply_one(value, saved[name], name)
 
@@ -112,23 +112,23 @@ def _apply_one(value: Any, saved: Any, name: str) -> None:
     if isinstance(value, torch.Generator):
         value.set_state(saved)
     else:
-        value.load_state_dict(_globalise(saved, value.state_dict(), name))
+        value.load_state_dict(_to_global(saved, value.state_dict(), name))
 
 
-def _localise(value: Any) -> Any:
+def _to_local(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {key: _localise(item) for key, item in value.items()}
+        return {key: _to_local(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_localise(item) for item in value)
+        return type(value)(_to_local(item) for item in value)
     return value
 
 
-def _globalise(saved: Any, live: Any, where: str) -> Any:
-    """Give saved local tensors the layout of their live counterparts."""
+def _to_global(saved: Any, live: Any, where: str) -> Any:
+    """Return the saved state with local tensors converted to DTensors, sharded as in ``live``."""
     if isinstance(live, DTensor) and isinstance(saved, torch.Tensor):
         local = live.to_local()
         if local.shape != saved.shape:
@@ -145,7 +145,7 @@ def _globalise(saved: Any, live: Any, where: str) -> Any:
         )
     if isinstance(saved, Mapping):
         return {
-            key: _globalise(item, live.get(key) if isinstance(live, Mapping) else None, f"{where}.{key}")
+            key: _to_global(item, live.get(key) if isinstance(live, Mapping) else None, f"{where}.{key}")
             for key, item in saved.items()
         }
     return saved

@@ -205,14 +205,14 @@ CASES: dict[str, tuple[str, Change, str, type[Exception], str]] = {
         lambda d: (d / "__2_0.distcp").unlink(),
         "",
         MISMATCH,
-        "shard file of the checkpoint is not whole",
+        "shard file of the checkpoint is incomplete",
     ),
     "shard truncated": (
         "files",
         lambda d: truncate(d / "__2_0.distcp"),
         "",
         MISMATCH,
-        "shard file of the checkpoint is not whole",
+        "shard file of the checkpoint is incomplete",
     ),
     "shard overwritten": (
         "files",
@@ -226,6 +226,6 @@ CASES: dict[str, tuple[str, Change, str, type[Exception], str]] = {
         lambda d: (d / "__2_0.distcp").write_bytes(b""),
         "",
         MISMATCH,
-        "shard file of the checkpoint is not whole",
+        "shard file of the checkpoint is incomplete",
     ),
 }

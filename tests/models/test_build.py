@@ -115,7 +115,7 @@ def test_a_wrong_model_configuration_is_refused(fields: dict[str, Any], message:
 
 
 def test_a_folder_without_config_json_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no model here.*config\.json"):
+    with pytest.raises(ConfigError, match=r"the folder has no model.*config\.json"):
         _build(pretrained_model_name_or_path=str(tmp_path))
 
 

@@ -156,7 +156,7 @@ def _rename_layers(model: nn.Module) -> None:
         (_add_a_gate, r"layers\.1\.self_attn\.sinks"),
         (_add_a_norm_to_the_mlp, r"layers\.1\.mlp\.inner_norm\.weight"),
         (_widen_q_norm, r"layers\.1\.self_attn\.q_norm\.weight"),
-        (_rename_attention, r"no attention that tensor parallelism knows.*layers\.1"),
+        (_rename_attention, r"no attention module that tensor parallelism supports.*layers\.1"),
         (_rename_layers, r"can't be parallelised.*none"),
     ],
 )

@@ -129,6 +129,6 @@ def _changed(change: Any) -> str:
 )
 def test_what_is_no_certificate_of_this_version_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "file.json").write_text(text)
-    with pytest.raises(CheckpointMismatchError, match="not a restore certificate that this version reads") as caught:
+    with pytest.raises(CheckpointMismatchError, match="not a restore certificate that this version can read") as caught:
         read_certificate(tmp_path / "file.json")
     assert str(tmp_path / "file.json") in str(caught.value)

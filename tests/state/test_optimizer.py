@@ -250,7 +250,7 @@ def test_a_group_of_new_parameters_keeps_its_configured_options(
     with caplog.at_level(logging.WARNING):
         read(path, fresh, [grown])
     assert [group["lr"] for group in grown.param_groups] == [0.01, 0.75]
-    assert "no saved parameter group holds bias" in caplog.text
+    assert "no saved parameter group contains bias" in caplog.text
 
 
 def test_parameters_outside_the_model_are_filed_by_their_place(tmp_path: Path) -> None:

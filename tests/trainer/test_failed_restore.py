@@ -150,7 +150,7 @@ FAILURES: dict[str, tuple[Callable[[Any], None], str]] = {
     "another-shape": (_other_shape, r"model\.norm\.weight does not fit"),
     "missing-key": (_missing_key, "missing model key"),
     "groups-cut-anew": (_groups_cut_anew, "does not fit its optimizer"),
-    "foreign-scheduler": (_foreign_scheduler, "Foreign can't take the saved state"),
+    "foreign-scheduler": (_foreign_scheduler, "Foreign refuses the saved state"),
     "scheduler-that-fails": (_refusing("lr_scheduler"), "refused"),
     "loader-that-fails": (_refusing("train_dataloader"), "refused"),
     "stateful-that-fails": (_refusing("scaler"), "refused"),

@@ -27,7 +27,7 @@ class Verdict:
 def _says_why(report: RankReport, step: int) -> bool:
     """A copy may stay where it stepped aside to when the run broke off at its begin, or has said that it leaves it there."""
     return report.phase == "begin" or any(
-        f"global_step_{step}" in line and "should be put back" in line for line in report.warnings
+        f"global_step_{step}" in line and "can't be moved back" in line for line in report.warnings
     )
 
 

@@ -1,1 +1,1 @@
-"""What the command line asks of a checkpoint directory: inspect, compare, verify, try out."""
+"""The commands on checkpoints: ``inspect``, ``diff``, ``verify`` and ``doctor``; they find things out and return reports."""

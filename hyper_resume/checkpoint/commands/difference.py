@@ -1,4 +1,4 @@
-"""Where two step directories differ: bucket, entry, rank, and the first place with both values. Bits count, not nearness."""
+"""``hyper-resume diff``: compare two step directories bit by bit, and report bucket, entry, rank and the first difference."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SHOWN = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One entry that is not the same in both.
+    """One entry that differs between the two directories.
 
-    ``where`` is the place of the first difference inside the entry, ``first`` and ``second`` what stands there; ``differing``
-    of ``elements`` counts over the whole tensor.
+    ``where`` is the position of the first difference inside the entry; ``first`` and ``second`` are the two values there. For
+    a tensor, ``differing`` of its ``elements`` are not equal.
     """
 
     bucket: str
@@ -40,7 +40,7 @@ class Difference:
     elements: int | None = None
 
     def as_plain(self) -> dict[str, Any]:
-        """Return a dict, for JSON."""
+        """Return a dict that can be written as JSON."""
         return asdict(self)
 
 
@@ -52,11 +52,11 @@ class _Side:
 
 
 def compare(first: str | Path, second: str | Path) -> Iterator[Difference]:
-    """Yield every entry that differs, buckets in order of name. Tensors are read a few at a time.
+    """Yield every entry that differs, sorted by name. Tensors are read in batches, so memory stays bounded.
 
     Raises:
-        CheckpointNotFoundError: one of them is missing or incomplete.
-        CheckpointMismatchError: one of them is damaged.
+        CheckpointNotFoundError: one of the directories is missing or incomplete.
+        CheckpointMismatchError: one of the directories is damaged.
     """
     one, other = _open(Path(first)), _open(Path(second))
     yield from _compare_entries(one, other)
@@ -174,7 +174,7 @@ def _first_element(one: torch.Tensor, other: torch.Tensor, where: str) -> tuple[
     ours, theirs = (tensor.contiguous().reshape(-1) for tensor in (one, other))
     if not ours.numel():
         return None
-    # Bit for bit: two NaN of the same bits are equal, and 0.0 is not -0.0.
+    # Bytes are compared: two NaNs with the same bits are equal, and 0.0 differs from -0.0.
     width = ours.element_size()
     unequal = (ours.view(torch.uint8) != theirs.view(torch.uint8)).reshape(-1, width).any(dim=1)
     count = int(unequal.sum())

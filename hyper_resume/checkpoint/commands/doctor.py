@@ -1,4 +1,4 @@
-"""Can this machine and this directory keep what a save promises? Tried out, not asked for: each check does the thing itself."""
+"""``hyper-resume doctor``: test whether this installation and a directory support saves; each check performs the operation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOW_SPACE_BYTES = 10 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was tried: ``ok``, ``note`` (works, but know this) or ``problem``, and what to do about it."""
+    """The result of one check: ``ok``, ``note`` (it works, with a limitation) or ``problem``; ``do`` says how to fix it."""
 
     kind: Literal["ok", "note", "problem"]
     what: str
@@ -30,10 +30,10 @@ class Finding:
 
 
 def run_checks(checkpoint_dir: Path | None) -> list[Finding]:
-    """Examine the installation, and a directory that checkpoints are or will be saved to.
+    """Check the installation, and a directory that checkpoints are or will be saved to.
 
-    The directory is used for trials below a name of their own, which is removed again; nothing else in it is touched. A missing
-    one is not made: the nearest directory above it is tried.
+    The checks work in a temporary directory below it, which is deleted afterwards; nothing else is changed. If the directory
+    does not exist, it is not created, and the nearest existing parent is checked in its place.
     """
     findings = list(_installation())
     if checkpoint_dir is not None:
@@ -48,11 +48,9 @@ def _installation() -> Iterator[Finding]:
     if not torch.distributed.is_available():
         yield Finding(kind="problem", what="this torch has no torch.distributed", do="install a build with distributed")
     elif not torch.distributed.is_gloo_available():
-        yield Finding(
-            kind="problem", what="this torch has no gloo, which saves agree over", do="install a build with gloo"
-        )
+        yield Finding(kind="problem", what="this torch has no gloo, which saves need", do="install a build with gloo")
     else:
-        yield Finding(kind="ok", what="gloo is there, for the agreement between ranks")
+        yield Finding(kind="ok", what="gloo is available for the collectives of a save")
 
 
 def _directory(checkpoint_dir: Path) -> Iterator[Finding]:
@@ -60,15 +58,15 @@ def _directory(checkpoint_dir: Path) -> Iterator[Finding]:
     while not base.exists() and base != base.parent:
         base = base.parent
     if not base.is_dir():
-        yield Finding(kind="problem", what=f"{base} is no directory", do="correct the path")
+        yield Finding(kind="problem", what=f"{base} is not a directory", do="correct the path")
         return
     if base != checkpoint_dir:
-        yield Finding(kind="note", what=f"{checkpoint_dir} does not exist yet; {base} is tried in its place")
+        yield Finding(kind="note", what=f"{checkpoint_dir} does not exist yet; {base} is checked in its place")
     trial = base / f".hyper-resume-doctor.{uuid.uuid4().hex[:12]}"
     try:
         operations.current().make_directory(trial)
     except OSError as error:
-        yield Finding(kind="problem", what=f"nothing can be made in {base}: {error}", do="mend the permissions")
+        yield Finding(kind="problem", what=f"no directory can be created in {base}: {error}", do="fix the permissions")
         return
     try:
         for check in (_durable_files, _atomic_names, _exchange, _file_locks):
@@ -93,10 +91,12 @@ def _durable_files(trial: Path) -> Finding:
     operations.current().sync_directory(trial)
     if operations.read_bytes(trial / "file", 64) != b"content":
         return Finding(
-            kind="problem", what="a file that was written and synced reads back otherwise", do="find out why"
+            kind="problem",
+            what="a file that was written and synced does not read back the same",
+            do="use another file system for checkpoint_dir",
         )
     return Finding(
-        kind="ok", what="files and directories can be synced (whether the device keeps its word can't be tried)"
+        kind="ok", what="files and directories can be synced (whether the device keeps them can't be tested here)"
     )
 
 
@@ -108,8 +108,12 @@ def _atomic_names(trial: Path) -> Finding:
     operations.write_file(trial / "old", b"1")
     disk.rename(trial / "new", trial / "old")
     if operations.read_bytes(trial / "old", 64) != b"2":
-        return Finding(kind="problem", what="a rename over a file did not replace it", do="use another file system")
-    return Finding(kind="ok", what="a rename replaces a file, and moves a directory")
+        return Finding(
+            kind="problem",
+            what="a rename over a file did not replace it",
+            do="use another file system for checkpoint_dir",
+        )
+    return Finding(kind="ok", what="a rename replaces a file and moves a directory")
 
 
 def _exchange(trial: Path) -> Finding:
@@ -117,10 +121,10 @@ def _exchange(trial: Path) -> Finding:
     for name in ("one", "other"):
         disk.make_directory(trial / name)
     if disk.exchange(trial / "one", trial / "other"):
-        return Finding(kind="ok", what="two names can be exchanged: saving a step again never leaves it without a copy")
+        return Finding(kind="ok", what="two names can be exchanged: a step that is saved again is never without a copy")
     return Finding(
         kind="note",
-        what="two names can't be exchanged: when a step is saved again, LATEST means the step before for a moment",
+        what="two names can't be exchanged: while a step is saved again, LATEST means the previous step for a moment",
     )
 
 
@@ -129,8 +133,8 @@ def _file_locks(trial: Path) -> Finding:
         return Finding(kind="ok", what="file locks work: a second run that saves here is refused")
     return Finding(
         kind="note",
-        what="no file locks: nothing keeps a second run from saving here",
-        do="make sure of it by other means",
+        what="no file locks: a second run that saves here is not refused",
+        do="make sure that only one run saves here",
     )
 
 
@@ -138,16 +142,16 @@ def _space(base: Path) -> Finding:
     free = shutil.disk_usage(base).free
     text = f"{free / 2**30:.1f} GiB free for this user"
     if free < _LOW_SPACE_BYTES:
-        return Finding(kind="note", what=text, do="a save needs room for one more checkpoint before an old one goes")
+        return Finding(kind="note", what=text, do="free space: a save needs room for one more checkpoint than are kept")
     return Finding(kind="ok", what=text)
 
 
 def _state(checkpoint_dir: Path) -> Iterator[Finding]:
-    """What stands in the root. Looks only; ``hyper-resume verify`` reads the files."""
+    """Report the contents of the root by names and sizes; ``hyper-resume verify`` reads the files."""
     try:
         holder = lock.describe_holder(checkpoint_dir)
     except OSError as error:
-        yield Finding(kind="problem", what=f"{lock.LOCK_NAME} can't be read: {error}", do="mend the permissions")
+        yield Finding(kind="problem", what=f"{lock.LOCK_NAME} can't be read: {error}", do="fix the permissions")
         holder = ""
     if holder:
         yield Finding(kind="note", what=f"a run saves here now: {holder}")
@@ -155,7 +159,7 @@ def _state(checkpoint_dir: Path) -> Iterator[Finding]:
         folder = checkpoint_dir / name
         left = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
         if left and not holder:
-            yield Finding(kind="note", what=f"{name}: {len(left)} leftover(s), cleared by the next run that saves here")
+            yield Finding(kind="note", what=f"{name}: {len(left)} leftover(s), deleted by the next run that saves here")
     steps = layout.step_directories(checkpoint_dir)
     for _, directory in steps:
         reason = layout.why_incomplete(directory)
@@ -167,10 +171,12 @@ def _state(checkpoint_dir: Path) -> Iterator[Finding]:
             )
     pointed, complaint = layout.read_pointer(checkpoint_dir)
     if complaint:
-        yield Finding(kind="problem", what=complaint, do="LATEST looks at all steps instead; the next save mends it")
+        yield Finding(
+            kind="problem", what=complaint, do="nothing: LATEST searches all steps, and the next save writes it"
+        )
     elif pointed is None and steps:
-        yield Finding(kind="note", what=f"no {layout.POINTER_NAME}; the next save makes one")
+        yield Finding(kind="note", what=f"no {layout.POINTER_NAME}; the next save writes it")
     elif pointed is not None:
         yield Finding(kind="ok", what=f"LATEST means step {pointed}; {len(steps)} step directories")
     if steps and not os.access(checkpoint_dir, os.W_OK):
-        yield Finding(kind="note", what="this user can resume from here, but not save here")
+        yield Finding(kind="note", what="this user can resume from this directory but can't save to it")

@@ -1,4 +1,4 @@
-"""What a step directory holds, per bucket and rank, without reading a tensor."""
+"""``hyper-resume inspect``: summarise a step directory per bucket and per rank, without reading tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hyper_resume.errors import CheckpointNotFoundError
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSummary:
-    """One bucket: how many tensors and other entries, their unsharded size, and their types."""
+    """One bucket: how many tensors and other entries it has, the total unsharded size in bytes, and the dtypes."""
 
     name: str
     tensors: int
@@ -32,7 +32,7 @@ class BucketSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSummary:
-    """One rank's training state: its counters and the names of its parts."""
+    """One rank's training state: its counters, its buckets, and the random streams it holds."""
 
     rank: int
     global_step: int
@@ -46,8 +46,8 @@ class RankSummary:
 class Inspection:
     """The whole step directory.
 
-    ``size_bytes`` is what its files take on disk; ``missing_ranks`` are those that took part in the save and whose training
-    state is not there, so that it can't be restored.
+    ``size_bytes`` is the total size of its files. ``missing_ranks`` took part in the save, but their training state is
+    missing, so the training state can't be restored.
     """
 
     path: str
@@ -60,7 +60,7 @@ class Inspection:
     missing_ranks: tuple[int, ...]
 
     def as_plain(self) -> dict[str, Any]:
-        """Return nested dicts and lists, for JSON."""
+        """Return nested dicts and lists that can be written as JSON."""
         return asdict(self)
 
 

@@ -1,7 +1,7 @@
-"""Is what stands here what was written? Of a step directory or a whole root, without a trainer and without loading.
+"""``hyper-resume verify``: check that the files of a step directory, or of all below a root, are as they were written.
 
-A directory with a manifest is held against its digests. One of stock DCP has none; there the checksum that every entry's
-archive carries, and that DCP's own reader passes over, is the best that can be had.
+A directory with a manifest is compared with its digests. A stock DCP directory has no digests. There the checksum inside
+every entry's archive is checked, which DCP's own reader ignores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """One step directory. It is good when there are no complaints; notes do not count against it."""
+    """The result for one step directory. It is good when there are no complaints; notes are not complaints."""
 
     path: str
     step: int | None
@@ -46,13 +46,13 @@ class Verification:
 
     @property
     def is_good(self) -> bool:
-        """True when everything is as it was written, as far as ``checked`` can tell."""
+        """True when every check that ``checked`` names has passed."""
         return not self.complaints
 
 
 @dataclass(frozen=True, kw_only=True)
 class RootVerification:
-    """All step directories of a root, lowest step first, and which of them LATEST means."""
+    """The results for all step directories of a root, lowest step first, and the one that LATEST means."""
 
     path: str
     steps: tuple[Verification, ...]
@@ -61,23 +61,23 @@ class RootVerification:
 
     @property
     def is_good(self) -> bool:
-        """True when every step directory is, and LATEST means one of them (or there is none)."""
+        """True when every step directory is good and LATEST means one of them (or there are none)."""
         return all(step.is_good for step in self.steps) and (self.latest is not None or not self.steps)
 
     def as_plain(self) -> dict[str, Any]:
-        """Return nested dicts and lists, for JSON."""
+        """Return nested dicts and lists that can be written as JSON."""
         return asdict(self)
 
 
 def verify_path(path: str | Path, *, digests: bool = True) -> RootVerification:
-    """Verify a step directory, or every one of a root.
+    """Verify one step directory, or all step directories of a root.
 
     Args:
-        path: either; what holds a ``.metadata`` or a manifest is a step directory.
-        digests: read all bytes; else look at names and sizes only.
+        path: a step directory or a root; a directory with a ``.metadata`` or a manifest is a step directory.
+        digests: read all bytes; otherwise check names and sizes only.
 
     Raises:
-        CheckpointNotFoundError: it is no directory, or has no step directories.
+        CheckpointNotFoundError: ``path`` is not a directory, or holds no step directories.
     """
     directory = Path(path)
     if _is_step_directory(directory):
@@ -113,22 +113,22 @@ def _root_notes(root: Path) -> Iterator[str]:
     if complaint:
         yield complaint
     elif pointed is None:
-        yield f"no {layout.POINTER_NAME}: LATEST is found by looking at all step directories"
+        yield f"no {layout.POINTER_NAME}: LATEST searches all step directories"
     for name in (layout.STAGING_NAME, layout.TRASH_NAME):
         folder = root / name
         count = len(list(folder.iterdir())) if folder.is_dir() else 0
         if count:
-            yield f"{name} holds {count} leftover(s) or saves in progress; the next run that saves here clears leftovers"
+            yield f"{name} holds {count} leftover(s) or saves in progress; the next run that saves here deletes leftovers"
     known = {layout.STAGING_NAME, layout.TRASH_NAME, layout.POINTER_NAME, LOCK_NAME, "certificates"}
     others = sorted(
         entry.name for entry in root.iterdir() if entry.name not in known and layout.parse_step(entry.name) is None
     )
     if others:
-        yield f"not of this library: {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}"
+        yield f"not written by this library: {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}"
 
 
 def verify_step_directory(directory: Path, *, digests: bool = True) -> Verification:
-    """Verify one step directory; whatever is wrong is in the result, nothing is raised for it."""
+    """Verify one step directory. Damage is reported in the result and raises nothing."""
     files = [file for file in directory.rglob("*") if file.is_file() and not file.is_symlink()]
     manifest: Manifest | None = None
     complaints: list[str] = []
@@ -180,7 +180,7 @@ def _damaged_entries(directory: Path, metadata: Metadata) -> Iterator[str]:
         try:
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 for member in archive.infolist():
-                    # Whoever leaves the checksum out, as torch can and this library does, writes 0.
+                    # 0 means that the writer left the checksum out, as this library does and torch can.
                     if member.CRC or not member.file_size:
                         archive.read(member)
         except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:

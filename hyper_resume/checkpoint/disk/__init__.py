@@ -1,1 +1,1 @@
-"""The ground: every change on disk, and the lock of one writer."""
+"""File system calls: open, write, sync, rename and delete files, map them into memory, and lock a root for one writer."""

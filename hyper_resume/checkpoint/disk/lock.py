@@ -1,8 +1,8 @@
-"""One writer a root: two runs that save into one directory would sweep, point and delete over each other.
+"""A file lock that lets only one run at a time save to a root. Two runs would delete each other's files and pointer.
 
-The lock is the kernel's (``flock``), so it ends with the process that holds it, however that dies; what stands in the file only
-tells a human who it is. (``lockf`` would be lost as soon as anything in this process reads the file and closes it, as a copy of
-the root does.) Where a file system has no locks, a warning says that nothing guards the root.
+It is a kernel lock (``flock``), so it ends with the process that holds it, however the process ends. The content of the file
+only tells a human who holds it. (``lockf`` would be released as soon as this process opens and closes the file elsewhere, for
+example to copy the root.) If the file system has no locks, a warning says so.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".writer.lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
-# Kept open for the process's life.
+# (device, inode) -> descriptor of a locked file; kept open until the process ends.
 _held: dict[tuple[int, int], int] = {}
 
 
 def acquire(checkpoint_dir: Path) -> None:
-    """Take the root for this process, until it ends; again and again is fine.
+    """Lock the root for this process until it ends. Repeated calls do nothing.
 
     Raises:
-        CheckpointLockedError: another process has it; says which, as far as the file tells.
+        CheckpointLockedError: another process holds the lock; the message has what the file says about it.
     """
     path = checkpoint_dir / LOCK_NAME
     if _is_held(path):
@@ -40,7 +40,7 @@ def acquire(checkpoint_dir: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _UNSUPPORTED:
-            logger.warning("%s has no file locks: nothing keeps a second run from saving there", checkpoint_dir)
+            logger.warning("%s has no file locks: a second run that saves there is not refused", checkpoint_dir)
         elif error.errno in (errno.EACCES, errno.EAGAIN):
             holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
             os.close(descriptor)
@@ -76,14 +76,14 @@ def _locked(path: Path, holder: str) -> CheckpointLockedError:
             "another run saves into this checkpoint_dir",
             where=str(path),
             expected="one run at a time",
-            found=holder or "a process that does not say who it is",
+            found=holder or "an unknown process",
             do="end that run (a rank may have outlived its launcher), or set another checkpoint.checkpoint_dir",
         )
     )
 
 
 def release_after_fork() -> None:
-    """A forked child holds none of its parent's locks: with its copy left open the lock would outlive the parent."""
+    """Close the lock files in a forked child, which does not own the locks: an open copy would keep them after the parent."""
     for descriptor in _held.values():
         os.close(descriptor)
     _held.clear()
@@ -93,7 +93,7 @@ os.register_at_fork(after_in_child=release_after_fork)
 
 
 def describe_holder(checkpoint_dir: Path) -> str:
-    """Return what the lock file says of the process that holds the root now; "" where none does.
+    """Return what the lock file says about the process that holds the lock now; "" if none does.
 
     Raises:
         OSError: the file can't be opened.
@@ -110,14 +110,14 @@ def describe_holder(checkpoint_dir: Path) -> str:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             return ""
-        return os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "a process that does not say who it is"
+        return os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "an unknown process"
     finally:
         os.close(descriptor)
     return ""
 
 
 def supports_locks(directory: Path) -> bool:
-    """Try whether files of this directory can be locked; leaves a file there."""
+    """Test whether files of this directory can be locked; leaves the lock file there."""
     descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Every change on disk goes through here: one small interface, so that each operation can be numbered, failed and reordered.
+"""All file operations of this package, behind one small interface that tests can replace.
 
-:func:`current` returns what is in use. The tests of the storage promises put a recording, a failing or a crashing one in its
-place with :func:`use`; nothing else in this package opens a file for writing, renames or deletes.
+:func:`current` returns the operations in use. The storage tests replace them with :func:`use`, to record operations, to let
+them fail, or to simulate a crash. Nothing else in this package opens a file for writing, renames or deletes.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Buffer = bytes | bytearray | memoryview
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 WRITE_BLOCK_BYTES = 8 << 20
-"""A write ends at a multiple of this place in the file, and there the device is set to work, while the next is copied.
+"""Writes end at multiples of this offset, and there the kernel starts to write the data to the device.
 
-Linux keeps what is written so in large pages, which are mapped again in a fiftieth of the time that small ones take."""
+Linux keeps such writes in large pages of its page cache. Mapping these takes a fiftieth of the time of small pages."""
 
-# The kernel takes 1,024.
+# The kernel's limit is 1,024.
 _MAX_PIECES = 512
 _KEEP_SIZE, _WRITE = 1, 2
-# Of a file system that can't; anything else is an error.
+# Error numbers of a file system that does not support the call; any other number is an error.
 _NOT_KNOWN = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE, errno.ENODEV, errno.EPERM)
-# Linux 5.14: brings pages in now and tells of an error, where touching them would end the process with SIGBUS.
+# Linux 5.14: reads pages now and reports errors. Touching pages that can't be read would end the process with SIGBUS.
 _POPULATE_READ = 22
-# A file may be larger than memory; nothing will be written to its map, so none has to be kept for that. Linux's number.
+# The map is never written to, so the kernel need not reserve memory for it; a file may be larger than memory. Linux only.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def _first(pieces: Iterable[memoryview], size: int) -> list[memoryview]:
-    """Return at most ``size`` bytes of the beginning."""
+    """Return the first pieces, at most ``size`` bytes."""
     found: list[memoryview] = []
     for piece in pieces:
         found.append(piece[:size])
@@ -53,7 +53,7 @@ def _first(pieces: Iterable[memoryview], size: int) -> list[memoryview]:
 
 
 def _drop(pieces: deque[memoryview], size: int) -> None:
-    """Take ``size`` bytes of the beginning away."""
+    """Remove the first ``size`` bytes."""
     while pieces and size >= len(pieces[0]):
         size -= len(pieces.popleft())
     if size:
@@ -62,7 +62,7 @@ def _drop(pieces: deque[memoryview], size: int) -> None:
 
 @cache
 def _kernel_function(name: str) -> Any:
-    """Return one of Linux's that takes a file and numbers; None where there is none."""
+    """Return a Linux function that takes a file descriptor and integers; None if it does not exist."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform == "linux" else None
     if function is not None:
         function.argtypes = {
@@ -73,26 +73,26 @@ def _kernel_function(name: str) -> Any:
 
 
 class OutputFile:
-    """A new file, written from its start. Unbuffered: there is no flush that a sync could come before."""
+    """A new file that is written sequentially. It is unbuffered, so a sync can't come before a flush."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         """Own ``descriptor``; ``path`` is for messages."""
         self.path = path
         self._descriptor = descriptor
         self._size = 0
-        self._on_its_way = 0
+        self._writeback_bytes = 0
         self._is_open = True
 
     def reserve(self, size: int) -> None:
-        """Have room for ``size`` bytes set aside, where the file system can (Linux); the file stays as long as it is.
+        """Reserve disk space for ``size`` bytes, if the file system supports it (Linux). The file's size does not change.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is not enough space.
         """
-        self._ask_kernel("fallocate", _KEEP_SIZE, 0, size)
+        self._call_kernel("fallocate", _KEEP_SIZE, 0, size)
 
     def write(self, *pieces: Buffer) -> int:
-        """Write all of the pieces, in order, however many writes that takes; returns their size in bytes.
+        """Write all pieces in order, with as many calls as it takes; return their total size in bytes.
 
         Raises:
             OSError: the rest could not be written.
@@ -103,25 +103,25 @@ class OutputFile:
             written = self._write_some(_first(rest, WRITE_BLOCK_BYTES - self._size % WRITE_BLOCK_BYTES))
             _drop(rest, written)
             self._size += written
-            self._set_device_to_work(self._size)
+            self._start_writeback(self._size)
         return self._size - begin
 
-    def _set_device_to_work(self, size: int) -> None:
-        """Begin to write out what has gathered; without it the device would wait for the sync."""
-        if size - self._on_its_way >= WRITE_BLOCK_BYTES:
-            # No more than advice: what fails of it fails again in the sync, which tells.
+    def _start_writeback(self, size: int) -> None:
+        """Let the kernel start to write full blocks to the device; otherwise it would wait for the sync."""
+        if size - self._writeback_bytes >= WRITE_BLOCK_BYTES:
+            # Only a hint: an error here occurs again in the sync, which raises it.
             with contextlib.suppress(OSError):
-                self._ask_kernel("sync_file_range", self._on_its_way, size - self._on_its_way, _WRITE)
-            self._on_its_way = size
+                self._call_kernel("sync_file_range", self._writeback_bytes, size - self._writeback_bytes, _WRITE)
+            self._writeback_bytes = size
 
-    def _ask_kernel(self, name: str, *numbers: int) -> None:
-        """Call a function of Linux's that Python does not have, with the file and numbers, of which one is small."""
+    def _call_kernel(self, name: str, *numbers: int) -> None:
+        """Call a Linux function that Python does not offer, with the file descriptor and integers."""
         function = _kernel_function(name)
         while function is not None and function(self._descriptor, *numbers) != 0:
             number = ctypes.get_errno()
             if number in _NOT_KNOWN:
                 return
-            # A signal, of which Python's own functions try again by themselves: one may ask for this very save.
+            # Try again after a signal, as Python's own functions do: a preemption signal may have requested this save.
             if number != errno.EINTR:
                 raise OSError(number, os.strerror(number), str(self.path))
 
@@ -129,20 +129,20 @@ class OutputFile:
         only = pieces[0] if len(pieces) == 1 else None
         written = os.writev(self._descriptor, pieces) if only is None else os.write(self._descriptor, only)
         if written == 0:
-            # Never seen on a regular file, and it would loop here for ever.
-            raise OSError(errno.EIO, "a write took no bytes", str(self.path))
+            # Never seen on a regular file, but it would cause an endless loop.
+            raise OSError(errno.EIO, "a write wrote no bytes", str(self.path))
         return written
 
     def sync(self) -> None:
-        """Ask the kernel to bring the bytes to the device.
+        """Write the file's bytes to the device (``fsync``).
 
-        After an error the file must be given up: the kernel may have dropped the bytes and called them clean, so that a second
-        try would succeed over a hole (ATC'20, "Can applications recover from fsync failures?").
+        After an error the file must be abandoned: the kernel may have dropped the bytes and marked them as clean, so that a
+        second call would succeed although data is missing (ATC'20, "Can applications recover from fsync failures?").
         """
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close; once is enough."""
+        """Close the file; later calls do nothing."""
         if self._is_open:
             self._is_open = False
             os.close(self._descriptor)
@@ -159,10 +159,10 @@ class OutputFile:
 
 
 class InputFile(io.FileIO):
-    """A file to read, or to look into: :meth:`view` gives its bytes without a copy where the system can map it.
+    """A file to read. It is mapped into memory if possible; then :meth:`view` returns its bytes without a copy.
 
-    :meth:`preload` tells of errors; what it brought is then in memory. A mapped file that somebody cuts off afterwards ends the
-    process (SIGBUS) when its missing bytes are touched.
+    :meth:`preload` reads bytes into memory and raises read errors. If another process truncates a mapped file afterwards,
+    touching the missing bytes ends this process (SIGBUS).
     """
 
     may_map = True
@@ -173,14 +173,14 @@ class InputFile(io.FileIO):
         self.path = path
         self.size_bytes = os.fstat(descriptor).st_size
         self._map = _mapped(descriptor, self.size_bytes) if self.may_map else None
-        # A file that is read has one place where it is read next, and several threads.
+        # Several threads may read, but the file has only one position.
         self._reading = threading.Lock()
 
     def preload(self, offset: int, length: int) -> None:
-        """Have bytes read that will be looked at, where they are mapped.
+        """Read bytes of a mapped file into memory; does nothing if the file is not mapped.
 
         Raises:
-            OSError: they can't be.
+            OSError: they can't be read.
         """
         length = min(length, self.size_bytes - offset)
         if self._map is not None and length > 0:
@@ -188,7 +188,7 @@ class InputFile(io.FileIO):
             self._map.madvise(_POPULATE_READ, begin, offset + length - begin)
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Return bytes of the file, fewer where it ends before; writing to them does not change the file.
+        """Return a range of the file, shorter at its end; writing to it does not change the file.
 
         Raises:
             OSError: they can't be read.
@@ -204,20 +204,20 @@ class InputFile(io.FileIO):
         return content[:done]
 
     def view_all(self) -> memoryview | None:
-        """Return all of a mapped file, to be looked into also when this is closed; None where it is not mapped."""
+        """Return the whole mapped file, which stays valid after :meth:`close`; None if it is not mapped."""
         return None if self._map is None else memoryview(self._map)
 
     def close(self) -> None:
-        """Close the file; a map lives as long as any part of it is in use."""
+        """Close the file; the map stays valid as long as any view of it is in use."""
         self._map = None
         super().close()
 
 
 def preload_mapped(content: memoryview, offset: int, length: int) -> None:
-    """Have bytes of a file read that :meth:`InputFile.view_all` gave.
+    """Read a range of a mapped file into memory; ``content`` is the result of :meth:`InputFile.view_all`.
 
     Raises:
-        OSError: they can't be.
+        OSError: the range can't be read.
     """
     mapped: Any = content.obj
     begin = offset - offset % mmap.PAGESIZE
@@ -226,23 +226,23 @@ def preload_mapped(content: memoryview, offset: int, length: int) -> None:
 
 
 def _mapped(descriptor: int, size: int) -> mmap.mmap | None:
-    """Map a file copy-on-write; None where file system or kernel can't."""
+    """Map a file copy-on-write; None if the file system or the kernel does not support it."""
     if not size:
         return None
     try:
         found = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
         found.madvise(_POPULATE_READ, 0, min(size, mmap.PAGESIZE))
     except (OSError, ValueError, AttributeError):
-        # Too old a kernel, or no madvise; or the first page can't be read, and then reading it says so better.
+        # The kernel is too old or has no madvise; or the first page can't be read, and a plain read reports that better.
         return None
     return found
 
 
 class FileOperations:
-    """The real ones, on a POSIX file system. All of them raise ``OSError``."""
+    """The real operations, on a POSIX file system. All of them raise ``OSError``."""
 
     def make_directory(self, path: Path) -> None:
-        """Make one directory below an existing one, for this user only.
+        """Create a directory in an existing one, accessible to this user only.
 
         Raises:
             FileExistsError: the name is taken.
@@ -250,20 +250,20 @@ class FileOperations:
         path.mkdir(mode=0o700)
 
     def create(self, path: Path) -> OutputFile:
-        """Make a new file, for this user only, and open it for writing.
+        """Create a new file, accessible to this user only, and open it for writing.
 
         Raises:
-            FileExistsError: the name is taken; nothing is ever written over.
+            FileExistsError: the name is taken; a file is never overwritten.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return OutputFile(os.open(path, flags, 0o600), path)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Move ``source`` to ``target`` in one step; a file takes the place of a file."""
+        """Rename ``source`` to ``target`` atomically; an existing target file is replaced."""
         source.replace(target)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """Let two paths change places in one step (Linux, ``renameat2``); False where kernel or file system can't."""
+        """Exchange two names atomically (Linux, ``renameat2``); False if kernel or file system do not support it."""
         renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if renameat2 is None:
             return False
@@ -283,7 +283,7 @@ class FileOperations:
         path.rmdir()
 
     def sync_directory(self, path: Path) -> None:
-        """Bring the directory's names to the device: what was made in it, moved into it and moved out of it."""
+        """Write the directory's entries to the device: files that were created in it, moved into it or moved out of it."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -291,7 +291,7 @@ class FileOperations:
             os.close(descriptor)
 
     def open_read(self, path: Path) -> InputFile:
-        """Open for reading; a link in the last place is refused (``OSError``)."""
+        """Open for reading; if the last part of the path is a link, it is refused (``OSError``)."""
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             return InputFile(descriptor, path)
@@ -304,13 +304,13 @@ _current: FileOperations = FileOperations()
 
 
 def current() -> FileOperations:
-    """Return the operations in use in this process. Asked at each operation, never kept."""
+    """Return the operations in use in this process. Call it for each operation; do not keep the result."""
     return _current
 
 
 @contextmanager
 def use(operations: FileOperations) -> Iterator[FileOperations]:
-    """Put other operations in place, for the whole process, while the context lasts."""
+    """Use other operations in the whole process while the context lasts."""
     global _current
     before, _current = _current, operations
     try:
@@ -323,7 +323,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     """Return a file's bytes.
 
     Raises:
-        OSError: it can't be read; ``EFBIG`` when it has more than ``most`` bytes.
+        OSError: it can't be read; ``EFBIG`` if it has more than ``most`` bytes.
     """
     chunks: list[bytes] = []
     size = 0
@@ -343,14 +343,14 @@ def read_head(path: Path, most: int) -> bytes:
 
 
 def write_file(path: Path, content: Buffer) -> None:
-    """Make a new file with ``content`` and bring it to the device; its name still needs the directory's sync."""
+    """Create a new file with ``content`` and sync it. Its name is durable only after a sync of the directory."""
     with current().create(path) as file:
         file.write(content)
         file.sync()
 
 
 def make_directories(path: Path) -> None:
-    """Make ``path`` and what is missing above it, and bring each new name to the device."""
+    """Create ``path`` and its missing parents, and sync the directory of each new name."""
     missing: list[Path] = []
     while not path.is_dir():
         missing.append(path)
@@ -359,13 +359,13 @@ def make_directories(path: Path) -> None:
         try:
             current().make_directory(directory)
         except FileExistsError:
-            # Another process of this run was faster; anything but a directory fails at its first use.
+            # Another process of this run has created it. If it is not a directory, its first use fails.
             continue
         current().sync_directory(directory.parent)
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a file, a link, or a directory with all that is in it; links are not followed."""
+    """Delete a file, a link, or a directory with its content; links are not followed."""
     if path.is_symlink() or not path.is_dir():
         current().remove(path)
         return

@@ -1,1 +1,1 @@
-"""What the bytes of a step directory mean: names, manifest, index, shards, training state, digests."""
+"""The files of a step directory: their names and contents, how each is encoded and decoded, and how its digest is checked."""

@@ -1,9 +1,9 @@
-"""The archive that stands around a tensor's bytes, made from a template and looked through without a zip library.
+"""The ``torch.save`` archive of one tensor: written from a template, and read without a zip library.
 
-Stock ``torch.distributed.checkpoint`` wants each entry to be what ``torch.save`` makes: a zip file with the tensor's pickle,
-its bytes, and a version. All but the bytes follows from type and shape, so it is made once for each of those. What is made
-here is smaller than what ``torch.save`` makes (some 500 bytes instead of 1,500) and has no checksum of the data, as
-``torch.serialization.set_crc32_options(False)`` leaves it out: the manifest's digest covers every byte.
+Stock ``torch.distributed.checkpoint`` expects each entry to be what ``torch.save`` writes: a zip file with the tensor's
+pickle, its bytes, and a version. Everything but the bytes follows from dtype and shape, so it is made once for each pair. The
+archives are smaller than those of ``torch.save`` (about 500 bytes of overhead instead of 1,500) and have no checksum of the
+data, as with ``torch.serialization.set_crc32_options(False)``, because the manifest's digest covers every byte.
 
 Formats: APPNOTE.TXT of PKWARE, 4.3.7 (local header), 4.3.9 (data descriptor), 4.3.12 (central directory), 4.3.14 to 4.3.16
 (ends) and 4.5.3 (sizes of 64 bits).
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 ALIGNMENT = 64
-"""What a tensor's bytes are aligned to within its archive, in bytes; torch's own archives are, too."""
+"""Alignment of a tensor's bytes within its archive, in bytes; the same as in torch's own archives."""
 
 _FOLDER = b"archive/"
 _DATA = b"data/0"
@@ -35,7 +35,7 @@ _WIDE = 0xFFFFFFFF
 _WIDE_FIELD = 0x0001
 _PADDING_FIELD = 0x4246  # torch's own
 _VERSION = 45
-# Of the types that torch pickles by the name of a storage class.
+# The dtypes that torch pickles by the name of a storage class.
 _STORAGES = {
     torch.float32: b"FloatStorage",
     torch.float64: b"DoubleStorage",
@@ -51,12 +51,12 @@ _STORAGES = {
     torch.complex128: b"ComplexDoubleStorage",
 }
 _MAX_RECORDS = 32
-# A data descriptor, another record, or the directory.
+# What may follow a record: a data descriptor, another record, or the central directory.
 _BEHIND = (b"PK\x07\x08", b"PK\x03\x04", b"PK\x01\x02")
 
 
 class Template(NamedTuple):
-    """What stands before a tensor's bytes, and after; and how many bytes they are."""
+    """The archive of a tensor without its bytes: what comes before and after them, and their number."""
 
     prefix: bytes
     suffix: bytes
@@ -64,18 +64,18 @@ class Template(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole archive."""
+        """Size of the whole archive."""
         return len(self.prefix) + self.data_bytes + len(self.suffix)
 
 
 @lru_cache(maxsize=65536)
 def template(dtype: torch.dtype, shape: tuple[int, ...], *, is_wide: bool = False) -> Template | None:
-    """Return the archive around a contiguous tensor; None for a type that has to be left to ``torch.save``.
+    """Return the archive of a contiguous tensor without its bytes; None for a dtype that only ``torch.save`` can write.
 
     Args:
-        dtype: its type.
-        shape: its shape.
-        is_wide: write sizes with 64 bits where 32 would do (what takes more gets them anyway).
+        dtype: the tensor's dtype.
+        shape: the tensor's shape.
+        is_wide: write sizes with 64 bits even if 32 are enough (larger tensors always use 64).
     """
     pickle = tensor_pickle(dtype, shape)
     if pickle is None or sys.byteorder != "little":
@@ -97,11 +97,11 @@ def template(dtype: torch.dtype, shape: tuple[int, ...], *, is_wide: bool = Fals
 
 @lru_cache(maxsize=65536)
 def tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes | None:
-    """Return the pickle that ``torch.save`` makes of a contiguous CPU tensor, byte for byte; None for some types."""
+    """Return the pickle that ``torch.save`` writes for a contiguous CPU tensor, byte for byte; None for some dtypes."""
     storage = _STORAGES.get(dtype)
     if storage is None:
         return None
-    # Of a contiguous tensor; torch counts an empty dimension as one.
+    # The strides of a contiguous tensor; torch counts an empty dimension as one.
     strides = [math.prod(max(1, size) for size in shape[axis + 1 :]) for axis in range(len(shape))]
     memo = _Memo()
     parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n", memo.put(), b"(("]
@@ -123,7 +123,7 @@ def tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes | None:
 
 
 class _Memo:
-    """Numbers what a pickle remembers."""
+    """Counts the memo entries of a pickle."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -207,30 +207,30 @@ def _end(records: int, size: int, begin: int) -> bytes:
 
 
 def data_offset(content: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
-    """Return where a tensor's bytes begin in its archive.
+    """Return the offset of a tensor's bytes in its archive.
 
-    Nothing of the archive is interpreted but where its files begin: the pickle must be, byte for byte, that of a contiguous
-    tensor of this type and shape, so it need not be run to know what it says.
+    Only the zip structure is read. The pickle is compared byte for byte with that of a contiguous tensor of this dtype and
+    shape, so it need not be interpreted.
 
     Args:
         content: the whole archive.
-        dtype: the type it must have.
-        shape: the shape it must have.
+        dtype: the expected dtype.
+        shape: the expected shape.
 
     Returns:
-        None for an archive that is made in any other way; what it is has to be found out by reading it.
+        None for an archive of any other form, which must be decoded with :func:`safe_load.load_plain`.
     """
     own = template(dtype, shape)
     if own is not None and len(content) == own.size_bytes:
         begin = len(own.prefix)
-        # As bytes: views are compared item by item.
+        # As bytes, because memoryviews are compared item by item, which is slow.
         if bytes(content[:begin]) == own.prefix and bytes(content[begin + own.data_bytes :]) == own.suffix:
             return begin
     return _data_offset_in_torch_archive(content, dtype, shape)
 
 
 def _data_offset_in_torch_archive(content: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
-    """The same for an archive of ``torch.save``; larger ones (64 bit sizes) are left to torch."""
+    """Return the offset in an archive of ``torch.save``; None for archives with 64 bit sizes, which torch itself reads."""
     pickle = tensor_pickle(dtype, shape)
     if pickle is None or len(content) < _END.size or len(content) >= _WIDE:
         return None
@@ -249,7 +249,7 @@ def _data_offset_in_torch_archive(content: memoryview, dtype: torch.dtype, shape
 
 
 def _records(directory: memoryview, count: int) -> dict[bytes, tuple[bytes, int, int]] | None:
-    """Return name -> (where its local header begins, size in bytes); None for what torch does not write."""
+    """Return record name -> (name, offset of its local header, size in bytes); None for records that torch does not write."""
     found: dict[bytes, tuple[bytes, int, int]] = {}
     place = 0
     for _ in range(count):
@@ -267,14 +267,14 @@ def _records(directory: memoryview, count: int) -> dict[bytes, tuple[bytes, int,
 
 
 def _begin(content: memoryview, name: bytes, header: int, size: int) -> int | None:
-    """Return where a record's bytes begin, if its local header is one and they are all there."""
+    """Return the offset of a record's bytes; None if its local header is not valid or bytes are missing."""
     if header + _LOCAL.size > len(content):
         return None
     head = _LOCAL.unpack_from(content, header)
     begin = header + _LOCAL.size + int(head[9]) + int(head[10])
     named = content[header + _LOCAL.size : header + _LOCAL.size + int(head[9])]
     is_header = head[0] == b"PK\x03\x04" and head[3] == 0 and named == name
-    # What stands behind it tells that the lengths in the header are right: nothing else holds them against anything.
+    # The signature after the record shows that the lengths in the header are right; nothing else checks them.
     return begin if is_header and content[begin + size : begin + size + 4] in _BEHIND else None
 
 

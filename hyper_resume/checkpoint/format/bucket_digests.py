@@ -1,4 +1,4 @@
-"""The digest of each bucket of a rank's state: taken at the save, and compared with what a load read."""
+"""The digest of each bucket of a rank's state: computed at the save, and compared with that of the values a load has read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hyper_resume.checkpoint.format.manifest import Manifest, Mesh
 from hyper_resume.checkpoint.tensors.threads import map_in_threads
 from hyper_resume.errors import CheckpointMismatchError, describe
 
-# Entries that are worth a thread.
+# Entries of at least this size are digested in threads.
 _LARGE_BYTES = 1 << 20
 
 
@@ -22,12 +22,12 @@ def bucket_digests(
     like: Mapping[str, str] = MappingProxyType({}),
     known: Mapping[str, bytes] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Return bucket -> digest of this rank's part of a flattened payload, found by several threads.
+    """Return bucket -> digest of this rank's part of a flattened payload, computed by several threads.
 
     Args:
         flat: entry name -> value.
-        like: bucket -> a digest that it will be held against; one of an earlier version is taken as that one took it.
-        known: entry name -> digest of its bytes, for those of which it need not be taken again.
+        like: bucket -> the digest to compare with later; an older digest format is used again.
+        known: entry name -> digest of the tensor's bytes, if it is known already.
     """
     buckets: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
@@ -60,19 +60,19 @@ def name_digests(flat: Mapping[str, Any]) -> dict[str, str]:
 
 
 def saved_digests(manifest: Manifest | None, mesh: Mesh | None) -> Mapping[str, str]:
-    """Return this rank's digests at the save; empty where it had none, or had another part of the state."""
+    """Return this rank's bucket digests at the save; empty if there are none, or if world size or mesh have changed."""
     if manifest is None or manifest.world_size != collective.world_size() or manifest.mesh != mesh:
         return {}
     return manifest.buckets.get(str(collective.rank()), {})
 
 
 def compare_digests(saved: Mapping[str, str], loaded: Mapping[str, str], others: set[str], where: str) -> None:
-    """Refuse a bucket that was read otherwise than it was saved.
+    """Refuse a bucket whose values differ from those at the save.
 
     Args:
-        saved: digests at the save.
-        loaded: digests of what was read.
-        others: buckets of which other entries were asked for than were saved; these can't be compared.
+        saved: bucket -> digest at the save.
+        loaded: bucket -> digest of the values that were read.
+        others: buckets that can't be compared, because other entries are requested than were saved.
         where: the path, for the message.
 
     Raises:

@@ -1,8 +1,8 @@
-"""The training state beside model and optimizer: one per rank, in either of two layouts, found by looking.
+"""The training state (all buckets but model and optimizer) of each rank on disk, in one of two layouts; a load detects which.
 
-Per-rank layout: ``extra_state/extra_state_rank_{R}.pt``, one file a rank. Embedded layout: entries
-``extra_state.rank_{R}.{bucket}`` inside the DCP payload. The rank stands in the name because DCP keeps one entry of those
-that share a name across ranks, so without it every rank would get some other rank's random streams back.
+Per-rank layout: ``extra_state/extra_state_rank_{R}.pt``, one file per rank. Embedded layout: entries
+``extra_state.rank_{R}.{bucket}`` in the DCP payload. The rank is part of the name because DCP keeps only one of several
+entries with the same name; without it, every rank would get back the random streams of one rank.
 
 Both hold tensors and plain values only and are read with ``weights_only=True``.
 """
@@ -37,9 +37,9 @@ from hyper_resume.errors import (
 FORMAT_VERSION = 1
 DIRECTORY_NAME = "extra_state"
 PAYLOAD_KEY = "extra_state"
-# No checkpoint can hold this step. It stands where the step is read to, and if it is still there afterwards, then nothing was.
+# A step that no checkpoint can hold. It is the default of the step to read; if it is still there afterwards, none was read.
 _UNRESTORED_STEP = -1
-# What marks a training state as one rank's of one save; no bucket of the trainer.
+# The keys that identify the rank and the save of a training state; they belong to no bucket.
 IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id"})
 PROGRESS = "progress"
 _PROGRESS_KEYS = frozenset({"global_step", "epoch", "epoch_ended"})
@@ -54,7 +54,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch
 
 @dataclass(frozen=True, kw_only=True)
 class ExtraStateLayout:
-    """Where a step directory keeps its training state, and of which ranks."""
+    """In which layout a step directory keeps its training state, and of which ranks."""
 
     kind: Literal["per_rank", "embedded"]
     ranks: tuple[int, ...]
@@ -71,16 +71,16 @@ def file_path(step_directory: Path, rank: int) -> Path:
 
 
 def embedded_key(rank: int) -> str:
-    """Return the payload key of one rank's part."""
+    """Return the payload key of one rank's training state."""
     return f"rank_{rank}"
 
 
 def to_plain_state(value: Any, where: str = "") -> Any:
-    """Return ``value`` as ``torch.load(weights_only=True)`` will read it back; containers are new, tensors the same.
+    """Return ``value`` as ``torch.load(weights_only=True)`` will read it back; containers are copied, tensors are not.
 
-    What could be written but not be read again is refused now, not when it is missed: a sharded tensor in a training state
-    too, whose mesh no file can hold. NumPy's float64, integers and booleans become Python's, which compute alike (a schedule
-    that calls ``np.cos`` leaves them in learning rates).
+    An object that could be written but not be read back is refused here, at the save. This includes sharded tensors in a
+    training state, because their mesh can't be stored. NumPy float64, integer and boolean scalars become Python numbers with
+    the same value (a schedule that calls ``np.cos`` leaves them in learning rates).
 
     Raises:
         StateNotPlainError: names the path inside the state and the type that was found.
@@ -88,7 +88,7 @@ def to_plain_state(value: Any, where: str = "") -> Any:
     if type(value) in (dict, OrderedDict, Counter):
         return type(value)(
             {
-                # Most are tensors under a text, and there are many.
+                # A short cut for text keys and tensors, which are nearly all of them.
                 key if type(key) is str else to_plain_state(key, f"{_below(where, key)} (as a key)"): item
                 if type(item) is torch.Tensor and _is_plain_leaf(item)
                 else to_plain_state(item, _below(where, key))
@@ -121,7 +121,7 @@ def _is_plain_leaf(value: Any) -> bool:
         return not (value.is_meta or value.is_quantized or value.is_nested)
     if type(value) is int:
         return value.bit_length() <= _INT_BITS
-    # torch writes empty bytes as a call of `bytes`, which its own safe reader refuses.
+    # torch pickles empty bytes as a call of `bytes`, which weights_only refuses.
     return value != b"" if type(value) is bytes else type(value) in _PLAIN or isinstance(value, torch.Size)
 
 
@@ -134,14 +134,14 @@ def _kind_of(value: Any) -> str:
 
 
 def encode(extra_state: Mapping[str, Any]) -> bytes:
-    """Serialise one rank's training state. Two calls with equal content give equal bytes."""
+    """Serialise one rank's training state. Equal states give equal bytes."""
     buffer = io.BytesIO()
     torch.save(dict(extra_state), buffer)
     return buffer.getvalue()
 
 
 def write_file(step_directory: Path, rank: int, content: bytes) -> FileEntry:
-    """Write one rank's file and bring it to the device; the directory is made if it is missing. Returns its manifest entry."""
+    """Write and sync one rank's file, creating the directory if it is missing. Returns the file's manifest entry."""
     path = file_path(step_directory, rank)
     with contextlib.suppress(FileExistsError):
         operations.current().make_directory(path.parent)
@@ -150,7 +150,7 @@ def write_file(step_directory: Path, rank: int, content: bytes) -> FileEntry:
 
 
 def bucket_of(key: str) -> str:
-    """Return the bucket of a part of the training state: the counters are one, ``progress``."""
+    """Return the bucket of a key of the training state; all counters belong to the bucket ``progress``."""
     return PROGRESS if key in _PROGRESS_KEYS else key
 
 
@@ -170,7 +170,7 @@ def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
 
     Raises:
         CheckpointNotFoundError: it is missing.
-        CheckpointMismatchError: it can't be decoded, is of a newer format, or was written by another rank.
+        CheckpointMismatchError: it can't be decoded, has a newer format, or was written by another rank.
     """
     path = file_path(step_directory, rank)
     try:
@@ -180,7 +180,7 @@ def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
             describe(
                 f"the extra_state file of rank {rank} is missing",
                 where=str(path),
-                expected="one file a rank, written with the checkpoint",
+                expected="one file per rank, written with the checkpoint",
                 found="no such file",
                 do="restore the file, or set checkpoint.restore_train_state=false to load weights only",
             )
@@ -198,12 +198,12 @@ def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
 
 
 def embed(extra_state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return the payload part for one rank. Each bucket is wrapped in a 1-tuple, which DCP keeps as one entry."""
+    """Return the part of the payload for one rank. Each bucket is wrapped in a 1-tuple, which DCP keeps as one entry."""
     return {embedded_key(rank): {bucket: (value,) for bucket, value in extra_state.items()}}
 
 
 def embedded_names(metadata: Metadata, rank: int) -> dict[str, str]:
-    """Return part of the training state -> the entry that holds one rank's."""
+    """Return key of the training state -> name of the entry that holds it, for one rank."""
     matches = map(_EMBEDDED.fullmatch, metadata.state_dict_metadata)
     return {match.group(2): match.group(0) for match in matches if match and int(match.group(1)) == rank}
 
@@ -212,8 +212,8 @@ def unwrap_embedded(values: Mapping[str, Any], rank: int, where: str) -> dict[st
     """Turn the values of one rank's entries into its training state.
 
     Raises:
-        CheckpointNotFoundError: no step was read.
-        CheckpointMismatchError: they are not as they are embedded.
+        CheckpointNotFoundError: there is no step among them.
+        CheckpointMismatchError: a value is not a 1-tuple, or the training state is not this rank's.
     """
     values = {"global_step": (_UNRESTORED_STEP,), **values}
     if values["global_step"] == (_UNRESTORED_STEP,):
@@ -222,9 +222,9 @@ def unwrap_embedded(values: Mapping[str, Any], rank: int, where: str) -> dict[st
     if wrong:
         raise CheckpointMismatchError(
             describe(
-                f"embedded extra_state of rank {rank} is not as a save embeds it",
+                f"embedded extra_state of rank {rank} does not have the form that a save writes",
                 where=where,
-                expected="each part in a tuple of one",
+                expected="each part in a tuple of one item",
                 found=f"{wrong[0]}: {type(values[wrong[0]]).__name__}",
                 do="resume from another checkpoint",
             )
@@ -233,16 +233,16 @@ def unwrap_embedded(values: Mapping[str, Any], rank: int, where: str) -> dict[st
 
 
 def check_format(state: Any, where: str, rank: int) -> dict[str, Any]:
-    """Return ``state`` if it is the training state of ``rank``, in a format that this version reads.
+    """Return ``state`` if it is the training state of ``rank`` in a format that this version reads.
 
     Raises:
-        CheckpointMismatchError: it is not.
+        CheckpointMismatchError: another format, a missing key, or the training state of another rank.
     """
     version = state.get("format_version") if isinstance(state, dict) else None
     if version != FORMAT_VERSION:
         raise CheckpointMismatchError(
             describe(
-                "the extra_state is of a format that this version does not read",
+                "the extra_state has a format that this version does not read",
                 where=where,
                 expected=f"a dict with format_version {FORMAT_VERSION}",
                 found=f"{type(state).__name__} with format_version {version!r}",
@@ -265,7 +265,7 @@ def check_format(state: Any, where: str, rank: int) -> dict[str, Any]:
 
 
 def no_training_state_error(where: str, found: str) -> CheckpointNotFoundError:
-    """Build the error for a checkpoint that was asked for training state it does not hold (specification 9.3)."""
+    """Return the error for a checkpoint without the training state that a load requested (specification 9.3)."""
     return CheckpointNotFoundError(
         describe(
             "the checkpoint holds no training state",
@@ -278,30 +278,30 @@ def no_training_state_error(where: str, found: str) -> CheckpointNotFoundError:
 
 
 def refuse_missing_parts(where: str, lacking: list[str]) -> None:
-    """Refuse a training state without some of the parts that are to be restored.
+    """Refuse a training state in which requested parts are missing.
 
     Raises:
-        CheckpointNotFoundError: ``lacking`` names some.
+        CheckpointNotFoundError: ``lacking`` is not empty.
     """
     if lacking:
         raise CheckpointNotFoundError(
             describe(
                 f"the checkpoint's extra_state lacks {', '.join(lacking)}",
                 where=where,
-                expected="all parts of the training state",
-                found="a part of them",
+                expected="all parts of the training state that this run restores",
+                found="some of them",
                 do="set checkpoint.restore_train_state=false to start from its weights only",
             )
         )
 
 
 def detect_layout(step_directory: Path, metadata: Metadata, manifest: Manifest | None = None) -> ExtraStateLayout:
-    """Find out which layout the step directory has, whatever the current configuration says.
+    """Detect the layout of the training state in a step directory, whatever the current configuration says.
 
-    Where there is a manifest only its files count: one that another save left in the folder does not.
+    With a manifest, only the files that it lists count; other files in the folder are ignored.
 
     Raises:
-        CheckpointNotFoundError: it has neither.
+        CheckpointNotFoundError: the directory has no training state.
     """
     folder = step_directory / DIRECTORY_NAME
     if manifest is not None:

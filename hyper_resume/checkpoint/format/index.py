@@ -1,7 +1,7 @@
-"""``index.json``: DCP's description of a checkpoint once more, in a form that costs little to read and can hold nothing else.
+"""``index.json``: the same content as DCP's ``.metadata``, in JSON, which is faster and safer to read.
 
-``.metadata`` is a pickle, which has to be walked through with care, some 100 microseconds an entry. A directory whose manifest
-names an index is read by that; the pickle stays for stock DCP and for directories of other tools.
+``.metadata`` is a pickle. Reading it safely takes about 100 microseconds per entry. If the manifest lists an index, a load
+reads the index. The pickle is written for stock DCP, and read in directories of other tools.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _MAX_SIZE = 1 << 62
 
 
 def encode(metadata: Metadata) -> bytes:
-    """Return the file's bytes. Equal descriptions give equal bytes."""
+    """Return the file's bytes. Equal metadata gives equal bytes."""
     places = metadata.storage_data
     files = sorted({place.relative_path for place in places.values()})
     numbers = {name: number for number, name in enumerate(files)}
     tensors: list[str] = []
     values: list[str] = []
-    # Put together as text: a list for each entry and its lists within takes twice the time.
+    # Built as text, because building nested lists for json.dumps takes twice the time.
     quoted = json.encoder.encode_basestring_ascii
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -81,11 +81,11 @@ def decode(content: bytes, where: str) -> Metadata:
     """Read the file's bytes.
 
     Args:
-        content: all of the file.
+        content: the whole file.
         where: the path, for messages.
 
     Raises:
-        CheckpointMismatchError: not of this form; chunks overlap or leave a hole; a path leads out of the checkpoint.
+        CheckpointMismatchError: not a valid index; chunks overlap or leave a hole; a path leads out of the checkpoint.
     """
     try:
         with gc_paused():
@@ -113,8 +113,8 @@ def _decode(content: bytes) -> Metadata:
         if complaint:
             raise JsonFormatError(f"{complaint}: {shorten(name)}")
     if len(set(files)) != len(files):
-        # Places are told apart by the file's number.
-        raise JsonFormatError("files: one stands there twice")
+        # The check for shared bytes identifies files by their number.
+        raise JsonFormatError("files: a name is listed twice")
     reader = _Reader(files)
     for name, item in form.child("tensors").value.items():
         reader.add_tensor(name, item)
@@ -125,7 +125,7 @@ def _decode(content: bytes) -> Metadata:
 
 
 class _Reader:
-    """Builds the description, entry by entry."""
+    """Builds the metadata, entry by entry."""
 
     def __init__(self, files: list[str]) -> None:
         self._files = files
@@ -136,7 +136,7 @@ class _Reader:
         self.places: dict[MetadataIndex, _StorageInfo] = {}
 
     def add_tensor(self, name: str, item: Any) -> None:
-        """One entry: its type, its shape, its chunks."""
+        """Add a tensor entry; ``item`` is [dtype, shape, chunks]."""
         if type(item) is not list or len(item) != 3 or type(item[2]) is not list:
             raise JsonFormatError(f"entry {shorten(name)}: no type, shape and chunks")
         dtype, shape, chunks = item
@@ -153,7 +153,7 @@ class _Reader:
         for offsets, sizes, *place in chunks:
             part = ChunkStorageMetadata(offsets=_size(offsets), sizes=_size(sizes))
             parts.append(part)
-            # Nearly all are.
+            # A short cut for a single chunk, which nearly all tensors have.
             is_whole = part.sizes == size and len(part.offsets) == len(size) and not any(part.offsets)
             complaint = "" if is_whole else box_complaint(size, part)
             if complaint:
@@ -168,23 +168,23 @@ class _Reader:
         self.entries[name] = TensorStorageMetadata(properties=properties, size=size, chunks=parts)
 
     def add_value(self, name: str, item: Any) -> None:
-        """One entry that is no tensor."""
+        """Add an entry that is not a tensor; ``item`` is [file number, offset, length]."""
         if name in self.entries:
-            raise JsonFormatError(f"entry {shorten(name)} stands twice")
+            raise JsonFormatError(f"entry {shorten(name)} is listed twice")
         self._add_place(MetadataIndex(name), item, 0)
         self.entries[name] = BytesStorageMetadata()
 
     def _add_place(self, index: MetadataIndex, item: Any, least: int) -> None:
         number, offset, length = item
         if type(number) is not int or type(offset) is not int or type(length) is not int:
-            raise JsonFormatError(f"entry {shorten(index.fqn)}: its place is no numbers")
+            raise JsonFormatError(f"entry {shorten(index.fqn)}: its location is not three integers")
         if number < 0 or not 0 <= offset <= _MAX_SIZE or not least <= length <= _MAX_SIZE:
-            raise JsonFormatError(f"entry {shorten(index.fqn)}: it stands at {offset} with {length} bytes")
+            raise JsonFormatError(f"entry {shorten(index.fqn)}: invalid location, offset {offset} with {length} bytes")
         self._spans.append((number, offset, offset + length))
         self.places[index] = _StorageInfo(self._files[number], offset, length)
 
     def refuse_shared_bytes(self) -> None:
-        """No two entries share a byte of a file."""
+        """Refuse two entries that share a byte of a file."""
         self._spans.sort()
         last, end = -1, 0
         for number, begin, until in self._spans:

@@ -1,8 +1,8 @@
-"""Names on disk, completeness, the pointer, and the way from staging to commit.
+"""The directory tree of a root: its names, the pointer, staging directories, the commit, and whether a directory is complete.
 
 ``checkpoint_dir/`` holds ``latest_checkpoint_iteration.txt``, step directories ``global_step_N/``, ``.staging/`` for saves in
-progress and ``.trash/`` for what is being deleted. A step directory appears by one rename, so a save that dies leaves nothing
-under a final name.
+progress and ``.trash/`` for directories that are being deleted. A step directory appears by one rename, so an interrupted save
+leaves nothing under a final name.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ STAGING_NAME = ".staging"
 TRASH_NAME = ".trash"
 _REPLACED_SUFFIX = ".replaced"
 _STEP_DIRECTORY = re.compile(r"global_step_(0|[1-9][0-9]*)")
-# 18 digits outlast any training run, and keep a damaged pointer from making a number or a file name that is too long.
+# No training run needs more than 18 digits. The limit keeps a damaged pointer from giving a file name that is too long.
 _POINTER = re.compile(rb"[0-9]{1,18}")
 _MAX_POINTER_BYTES = 64
 
-# Staging directories of saves that this process has begun and not ended: a sweep must not take them for leftovers.
+# Staging directories of running saves of this process, which are not leftovers.
 _in_progress: set[Path] = set()
 
 
@@ -44,7 +44,7 @@ def parse_step(name: str) -> int | None:
 
 
 def step_directories(checkpoint_dir: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of all ``global_step_N`` directories and links to directories, lowest step first."""
+    """Return (step, path) of all ``global_step_N`` directories, and of links to directories, lowest step first."""
     if not checkpoint_dir.is_dir():
         return []
     found = ((parse_step(entry.name), entry) for entry in checkpoint_dir.iterdir())
@@ -65,17 +65,17 @@ def replaced_directories(checkpoint_dir: Path) -> list[tuple[int, Path]]:
 
 
 def final_path_of(directory: Path) -> Path:
-    """Return where a directory under ``.staging`` belongs; any other one as it is."""
+    """Return the final path of a directory below ``.staging``; any other path unchanged."""
     if directory.parent.name != STAGING_NAME:
         return directory
     return directory.parent.parent / directory.name.removesuffix(_REPLACED_SUFFIX).rpartition(".")[0]
 
 
 def why_incomplete(directory: Path) -> str:
-    """Say what keeps the directory from being complete; "" for a complete one, whatever is in its files.
+    """Return why the directory is incomplete; "" for a complete one. Digests are not compared.
 
-    One with a manifest is complete when every file of it is there with its size; one without (another tool wrote it) when
-    ``.metadata``, which is written last, is there and not empty (a power cut can leave it with 0 bytes).
+    With a manifest, it is complete if every listed file exists with its size. Without one (written by another tool), it is
+    complete if ``.metadata``, which is written last, exists and is not empty (a power cut can leave it with 0 bytes).
     """
     if not directory.is_dir():
         return "does not exist"
@@ -87,7 +87,7 @@ def why_incomplete(directory: Path) -> str:
 
 
 def why_incomplete_by_manifest(directory: Path, manifest: Manifest | None) -> str:
-    """As :func:`why_incomplete`, for a directory whose manifest was read already (None: it has none)."""
+    """Do the same as :func:`why_incomplete` for a directory whose manifest was read already (None: it has none)."""
     if manifest is not None:
         missing = verify_files(directory, manifest, sorted(manifest.files), digests=False)
         return f"is incomplete: {'; '.join(missing[:3])}" if missing else ""
@@ -96,7 +96,7 @@ def why_incomplete_by_manifest(directory: Path, manifest: Manifest | None) -> st
 
 
 def read_pointer(checkpoint_dir: Path) -> tuple[int | None, str]:
-    """Return the step that the pointer names, and what is wrong with it ("" where nothing is, and where there is none)."""
+    """Return the step that the pointer names, and what is wrong with the pointer ("" if nothing is, or if there is none)."""
     pointer = checkpoint_dir / POINTER_NAME
     try:
         content = operations.read_bytes(pointer, _MAX_POINTER_BYTES).strip()
@@ -105,12 +105,12 @@ def read_pointer(checkpoint_dir: Path) -> tuple[int | None, str]:
     except OSError as error:
         return None, f"pointer {pointer} can't be read ({error})"
     if not _POINTER.fullmatch(content):
-        return None, f"pointer {pointer} holds {content[:40].decode(errors='replace')!r}, which is no step number"
+        return None, f"pointer {pointer} holds {content[:40].decode(errors='replace')!r}, which is not a step number"
     return int(content), ""
 
 
 def new_staging_directory(target: Path) -> Path:
-    """Create and return an empty directory for one attempt at saving ``target``."""
+    """Create and return an empty staging directory for one save to ``target``."""
     staging = target.parent / STAGING_NAME / f"{target.name}.{uuid.uuid4().hex[:12]}"
     operations.make_directories(staging.parent)
     _in_progress.add(staging.absolute())
@@ -123,9 +123,9 @@ def new_staging_directory(target: Path) -> Path:
 
 
 def clear_leftovers(checkpoint_dir: Path) -> None:
-    """Clear what dead saves and deletions left behind. Called before a run's first save, when no other run saves here.
+    """Delete the leftovers of interrupted saves and deletions. Call it before a run's first save, with the root locked.
 
-    A complete step directory that had stepped aside for a save which never took its place is put back; all else under
+    A complete step directory that a save moved to ``.staging`` and never replaced is moved back. Everything else below
     ``.staging`` and ``.trash`` is deleted.
     """
     for leftover in _entries(checkpoint_dir / STAGING_NAME):
@@ -136,10 +136,10 @@ def clear_leftovers(checkpoint_dir: Path) -> None:
             logger.warning("removing %s, left by a save that did not finish", leftover)
             remove(leftover)
         elif reason := why_incomplete(leftover):
-            # All that there is of that step: not ours to delete, and a read that failed once may work the next time.
-            logger.warning("leaving %s, which should be put back but %s", leftover, reason)
+            # The only copy of its step. Not deleted, because a read that failed now may succeed later.
+            logger.warning("keeping %s, which can't be moved back because it %s", leftover, reason)
         else:
-            logger.warning("putting %s back: the save that was to replace it did not finish", target)
+            logger.warning("moving %s back: the save that was to replace it did not finish", target)
             operations.current().rename(leftover, target)
             operations.current().sync_directory(checkpoint_dir)
     for leftover in _entries(checkpoint_dir / TRASH_NAME):
@@ -147,15 +147,15 @@ def clear_leftovers(checkpoint_dir: Path) -> None:
 
 
 def _entries(directory: Path) -> list[Path]:
-    """What stands in one of the root's own directories; nothing where it is a link, which leads out of the root."""
+    """Return the entries of ``.staging`` or ``.trash``; none if it is a link, because it would lead out of the root."""
     if directory.is_symlink():
-        logger.warning("%s is a link: what is behind it is left alone", directory)
+        logger.warning("%s is a link: its target is not changed", directory)
         return []
     return sorted(directory.iterdir()) if directory.is_dir() else []
 
 
 def discard_staging(staging: Path) -> None:
-    """Delete what a save that has failed left under ``.staging``; an earlier copy that stands in its place is left there."""
+    """Delete the staging directory of a failed save. If the failed commit left the earlier copy in it, it is kept."""
     found = manifest_or_none(staging)
     if found is None or found.attempt == staging.name:
         remove(staging)
@@ -163,7 +163,7 @@ def discard_staging(staging: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link or a tree; what can't be deleted now stays for the next sweep."""
+    """Delete a file, a link or a directory tree. Errors are ignored: the next run deletes what is left."""
     with contextlib.suppress(OSError):
         operations.remove_tree(path)
 
@@ -171,19 +171,19 @@ def remove(path: Path) -> None:
 def commit(staging: Path, target: Path) -> Path | None:
     """Make the finished ``staging`` directory visible as ``target`` by one rename, durably.
 
-    A directory of an earlier attempt at the same step changes places with it, so that there is one whole copy under the name
-    at any moment. Where the file system can't exchange two names, the earlier one steps aside first: stopping between the two
-    renames then leaves both copies under ``.staging``, from where :func:`clear_leftovers` puts the earlier one back.
+    If ``target`` exists already (an earlier save of the same step), the two names are exchanged, so there is a whole copy
+    under the name at any moment. If the file system can't exchange names, the earlier copy is moved to ``.staging`` first. A
+    crash between the two renames leaves both copies there, and :func:`clear_leftovers` moves the earlier one back.
 
-    Where the last sync fails all of it is taken back: a save that reports a failure has published nothing, and the earlier
-    copy, which alone is known to be on the device, is under its name again.
+    If the last sync fails, the renames are undone: a save that reports a failure has published nothing, and the earlier copy,
+    which is known to be durable, has its name back.
 
     Returns:
-        the earlier copy, which the caller deletes; None where there was none.
+        the earlier copy, which the caller deletes; None if there was none.
 
     Raises:
-        OSError: it was not committed.
-        CheckpointSaveError: it was, not durably, and that could not be undone.
+        OSError: the save was not committed.
+        CheckpointSaveError: the save was committed, perhaps not durably, and the commit could not be undone.
     """
     disk = operations.current()
     for directory in (*sorted(entry for entry in staging.rglob("*") if entry.is_dir()), staging):
@@ -216,10 +216,10 @@ def commit(staging: Path, target: Path) -> Path | None:
 def _unknown_durability_error(target: Path, error: OSError) -> CheckpointSaveError:
     return CheckpointSaveError(
         describe(
-            "the checkpoint is complete, but whether it survives a power cut is not known, and it could not be taken back",
+            "the checkpoint is complete, but it may not survive a power cut, and the commit could not be undone",
             where=str(target),
             found=f"{type(error).__name__}: {error}",
-            do="mend the file system; the pointer was not moved to it",
+            do="fix the file system; the pointer was not moved to it",
         )
     )
 
@@ -235,9 +235,9 @@ def _undo_commit(staging: Path, target: Path, aside: Path | None) -> None:
 
 
 def write_pointer(checkpoint_dir: Path, global_step: int) -> None:
-    """Replace the pointer atomically: write a temporary, sync it, rename it over the old one, sync the directory.
+    """Replace the pointer atomically: write a temporary file, sync it, rename it over the old one, sync the directory.
 
-    The temporary stands under ``.staging``, where the next run's sweep finds it if this process is killed.
+    The temporary file is below ``.staging``, where the next run deletes it if this process is killed.
     """
     staging = checkpoint_dir / STAGING_NAME
     operations.make_directories(staging)
@@ -255,7 +255,7 @@ def write_pointer(checkpoint_dir: Path, global_step: int) -> None:
 
 
 def manifest_or_none(directory: Path) -> Manifest | None:
-    """Return the manifest; None where there is none, or none that can be trusted."""
+    """Return the manifest; None if there is none, or if it can't be read or trusted."""
     try:
         return read_manifest(directory)
     except CheckpointMismatchError:

@@ -1,7 +1,7 @@
-"""``manifest.json``: what a step directory must hold, file by file and bucket by bucket, and the check that it does.
+"""``manifest.json``: size and digest of every file and bucket of a step directory, and the check of files against it.
 
-It is written last, so a directory with a whole manifest had all else on the device before. Plain JSON of a closed form: read
-with limits, and nothing in it is ever executed. Its own digest shows damage, not a forgery.
+It is written last, so if the manifest is whole, all other files were on the device before it. It is JSON with a fixed set of
+keys, read with limits; nothing in it is executed. Its own digest shows damage, but it does not protect against forgery.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MANIFEST_NAME = "manifest.json"
 METADATA_NAME = ".metadata"
 FORMAT = "hyper_resume.manifest"
 FORMAT_VERSION = 2
-# The first had other forms of digests, which are still compared.
+# Version 1 had other digest formats, which are still compared.
 _VERSIONS_READ = (1, 2)
 MISSING = "it is missing"
 MAX_ANCESTORS = 512
@@ -36,9 +36,9 @@ _MAX_BYTES = 256 << 20
 _WINDOW_BYTES = 16 << 20
 _MAX_SHOWN = 500
 _MAX_RANKS_IN_LINES = 64
-# One directory level at most; neither hidden by a leading dot below one, nor able to leave the step directory.
+# At most one directory level, no path out of the step directory, and no hidden file below a directory.
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)?[A-Za-z0-9_][A-Za-z0-9_.-]*|\.[A-Za-z0-9_.-]+")
-# A directory of any name may be saved to, and its name begins the id. The id is the name of a directory in its turn.
+# The id begins with the name of the step directory, which may be any name, and is itself the name of the staging directory.
 _ATTEMPT = re.compile(r"(?!\.{1,2}$)[^/\x00-\x1f\x7f\ud800-\udfff]{1,255}")
 _RANK = re.compile(r"0|[1-9][0-9]{0,8}")
 _DO = "restore the file from a copy, or resume from another checkpoint"
@@ -46,7 +46,7 @@ _DO = "restore the file from a copy, or resume from another checkpoint"
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """One file: its size in bytes, its digest as text, and the rank that wrote it."""
+    """One file: its size in bytes, its digest as text, and the number of the rank that wrote it."""
 
     size_bytes: int
     digest: str
@@ -63,23 +63,23 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All that is known of one save.
+    """The content of a manifest.
 
     Attributes:
         step: finished optimizer steps.
-        attempt: the save's own id; every attempt at a step has another.
-        ordinal: grows by one with each save into this ``checkpoint_dir``; orders saves where steps can't, because a run that
-            went back passes the same steps again.
-        ancestors: (step, attempt) of the saves that this one descends from, newest last.
+        attempt: the save id; each save has its own, even of the same step.
+        ordinal: grows by one with each save to this ``checkpoint_dir``. It orders the saves where steps can't, because a run
+            that went back saves the same steps again.
+        ancestors: (step, save id) of the saves that this one continues, newest last.
         world_size: number of ranks.
         mesh: see :class:`Mesh`; None without sharded parameters.
         created_at: UTC, ISO 8601.
-        versions: of the library and of torch.
-        metrics: what retention ranks by.
-        files: path below the step directory (``/`` between parts) to its entry; all files but the manifest itself.
-        buckets: rank as text to bucket to the digest of that rank's part, taken from the live state at the call of ``save``.
-        names: rank as text to bucket to the digest of the names of that rank's entries, for the buckets of the payload: whether
-            a load asks for the very entries that the rank had, so that digests can be compared.
+        versions: the versions of the library and of torch.
+        metrics: the metrics by which retention ranks saves.
+        files: path below the step directory (``/`` between parts) -> entry; all files but the manifest itself.
+        buckets: rank as text -> bucket -> digest of that rank's part of the live state, at the call of ``save``.
+        names: rank as text -> bucket -> digest of the names of that rank's entries, for the buckets of the payload. Bucket
+            digests can be compared only if a load requests the same entries.
     """
 
     step: int
@@ -97,21 +97,21 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the file's bytes; equal manifests give equal bytes.
+    """Return the file's bytes. Equal manifests give equal bytes.
 
     Raises:
-        ValueError: it holds a number that is not finite; :func:`decode` would refuse the file.
+        ValueError: a number is not finite; :func:`decode` would refuse the file.
     """
     content = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        # Not asdict, which copies all that is in there.
+        # Not asdict, which would copy everything.
         **vars(manifest),
         "mesh": None if manifest.mesh is None else vars(manifest.mesh),
         "files": {name: vars(entry) for name, entry in manifest.files.items()},
     }
     whole = {**content, "digest": _own_digest(content)}
-    # Lines for people to read; of a thousand ranks nobody reads them, and they take longer to make than all else.
+    # One value per line for human readers. With a thousand ranks nobody reads it, and the indentation takes most of the time.
     indent = 1 if manifest.world_size <= _MAX_RANKS_IN_LINES else None
     return json.dumps(whole, indent=indent, sort_keys=True, allow_nan=False).encode() + b"\n"
 
@@ -125,11 +125,11 @@ def decode(content: bytes, where: str) -> Manifest:
     """Read the file's bytes.
 
     Args:
-        content: all of the file.
+        content: the whole file.
         where: the path, for messages.
 
     Raises:
-        CheckpointMismatchError: damaged, not of this form, or of a newer version.
+        CheckpointMismatchError: damaged, not a manifest, or of a newer version.
     """
     try:
         if len(content) > _MAX_BYTES:
@@ -149,7 +149,7 @@ def decode(content: bytes, where: str) -> Manifest:
 
 
 class _OtherVersion(JsonFormatError):
-    """Nothing is wrong with the file; this version of the library does not know its form."""
+    """The file may be valid, but this version of the library does not know its format version."""
 
 
 def _decode(found: Any) -> Manifest:
@@ -226,7 +226,7 @@ def _digest(form: JsonObject, key: str) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """Read a step directory's manifest; None where it has none.
+    """Read a step directory's manifest; None if it has none.
 
     Raises:
         CheckpointMismatchError: it can't be read or trusted.
@@ -256,17 +256,17 @@ def verify_files(
     digests: bool,
     verified_files: dict[str, segments.VerifiedFile] | None = None,
 ) -> list[str]:
-    """Hold files against the manifest.
+    """Compare files with the manifest.
 
     Args:
         directory: the step directory.
         manifest: its manifest.
-        names: which of ``manifest.files`` to look at.
-        digests: read the files and compare digests too; else sizes only.
-        verified_files: gets what is known then of files that are as they were written, by name.
+        names: which of ``manifest.files`` to check.
+        digests: read the files and compare digests too; otherwise compare sizes only.
+        verified_files: filled with file name -> verified file, for the files without a complaint.
 
     Returns:
-        one complaint a file that is not as it was written, naming it; an empty list when all are.
+        one complaint for each file that differs, with the file's name; an empty list if none does.
     """
     return [
         f"{name}: {complaint}"
@@ -289,7 +289,7 @@ def _verify_one(
             return "its directory is a link"
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):
-            return "it is no regular file"
+            return "it is not a regular file"
         if status.st_size != entry.size_bytes:
             return f"expected {entry.size_bytes} bytes, found {status.st_size}"
         if not digests:
@@ -309,7 +309,7 @@ def _verify_one(
 
 
 def digest_file(path: Path, *, like: str) -> str:
-    """Return a file's digest as text, taken as ``like`` was; where that is of a table, it is of the file's own table alone.
+    """Return a file's digest as text, in the format of ``like``. In the table format, only the file's table is digested.
 
     Raises:
         OSError: it can't be read.
@@ -335,7 +335,7 @@ def _windows(file: operations.InputFile, begin: int, end: int) -> Iterator[memor
 
 
 def unlisted_files(directory: Path, manifest: Manifest) -> list[str]:
-    """Return the files of the step directory that the manifest does not know; a load reads none of them."""
+    """Return the files of the step directory that the manifest does not list; a load reads none of them."""
     found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if _is_no_folder(path))
     return sorted(set(found) - set(manifest.files) - {MANIFEST_NAME})
 

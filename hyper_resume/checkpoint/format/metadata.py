@@ -1,4 +1,4 @@
-"""What a step directory says that it holds."""
+"""The metadata of a step directory (its entries, their shapes, dtypes and locations), from the index or from ``.metadata``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError
 
 
 def read_metadata(directory: Path, manifest: Manifest | None = None) -> Metadata:
-    """Read a step directory's own description: the index that its ``manifest`` names, else DCP's.
+    """Read the metadata of a step directory: from the index if its ``manifest`` lists one, otherwise from ``.metadata``.
 
-    With a manifest, which was verified, nothing else is asked of the directory.
+    Without a manifest, the directory is checked for completeness first.
 
     Raises:
-        CheckpointNotFoundError: it is missing or incomplete.
-        CheckpointMismatchError: it can't be decoded.
+        CheckpointNotFoundError: the directory is missing or incomplete.
+        CheckpointMismatchError: the metadata can't be decoded.
     """
     if manifest is None:
         require_complete(directory)
@@ -32,10 +32,10 @@ def read_metadata(directory: Path, manifest: Manifest | None = None) -> Metadata
 
 
 def require_complete(directory: Path) -> None:
-    """Look at names and sizes.
+    """Check by names and sizes that a step directory is complete.
 
     Raises:
-        CheckpointNotFoundError: it is no step directory, or something is missing.
+        CheckpointNotFoundError: it is not a step directory, or a file is missing or has another size.
     """
     incomplete = layout.why_incomplete(directory)
     if incomplete:
@@ -59,6 +59,9 @@ def _content(path: Path) -> bytes:
     except OSError as error:
         raise CheckpointMismatchError(
             describe(
-                "the checkpoint's metadata can't be read", where=str(path), found=f"{type(error).__name__}: {error}"
+                "the checkpoint's metadata can't be read",
+                where=str(path),
+                found=f"{type(error).__name__}: {error}",
+                do="restore the file from a copy, or resume from another checkpoint",
             )
         ) from error

@@ -1,9 +1,9 @@
-"""Which save a part of a checkpoint is of: all parts must be of one and the same.
+"""The save id: every file of a step directory contains it, and all files must have the same.
 
-A shard or a rank's training state that was copied in from another step, or from another attempt at the same step, has the
-right name, shapes and sizes. So every save has an id, and every file carries it: ``.metadata`` (DCP writes down where it
-saved to, which is the staging directory), each rank's shards by an entry ``save_id.rank_{R}``, and each rank's training
-state under ``save_id``. A checkpoint that stock DCP wrote has no id, and none is asked for.
+A shard or a training state that was copied from another save has the right name, shapes and sizes. So every save has an id,
+and every file contains it: ``.metadata`` (where DCP records the staging directory, whose name is the id), each rank's shard as
+an entry ``save_id.rank_{R}``, and each rank's training state under the key ``save_id``. A checkpoint of stock DCP has no id,
+and none is required.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ SHARD_ENTRY_PATTERN = re.compile(r"save_id\.(rank_[0-9]+)")
 
 
 def add_save_id(payload: dict[str, Any], save_id: str, rank: int) -> None:
-    """Add to ``payload`` what will say, inside this rank's shard file, which save it is of."""
+    """Add the entry to ``payload`` that stores the save id in this rank's shard file."""
     payload[SAVE_ID] = {f"rank_{rank}": save_id}
 
 
 def check_same_save(state: Mapping[str, Any], save_id: str | None, directory: Path) -> None:
-    """Refuse training state of another save than the shards beside it.
+    """Refuse a training state of another save than the shards.
 
     Args:
         state: one rank's training state.
-        save_id: what :func:`hyper_resume.checkpoint.loading.reading.read_save_id` returned; with None nothing is asked.
-        directory: for the message.
+        save_id: the result of :func:`hyper_resume.checkpoint.loading.reading.read_save_id`; None skips the check.
+        directory: the step directory, for the message.
 
     Raises:
-        CheckpointMismatchError: it is of another save, or does not say.
+        CheckpointMismatchError: the training state belongs to another save, or contains no save id.
     """
     if save_id is not None:
         refuse_mixed_saves(
@@ -45,7 +45,7 @@ def refuse_mixed_saves(found: Mapping[str, Any], directory: Path) -> None:
     """Refuse parts of different saves.
 
     Args:
-        found: part, for the message -> the id of its save.
+        found: name of a part, for the message -> its save id.
         directory: the step directory, for the message.
 
     Raises:
@@ -54,7 +54,7 @@ def refuse_mixed_saves(found: Mapping[str, Any], directory: Path) -> None:
     if len(set(found.values())) > 1:
         raise CheckpointMismatchError(
             describe(
-                "the checkpoint is put together from parts of different saves",
+                "the checkpoint mixes parts of different saves",
                 where=str(directory),
                 expected="metadata, shards and extra_state of one save",
                 found=", ".join(f"{part}: {save_id}" for part, save_id in found.items()),

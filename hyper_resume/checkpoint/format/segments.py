@@ -1,9 +1,9 @@
-"""A shard's own table of digests: what it is made of, piece by piece, and the check that it is as it was written.
+"""The table of segment digests at the end of a shard file, and the verification of the file against it.
 
-A shard ends with the length and the digest of each of its segments, in order, so that every byte before the table is in one.
-The manifest has the table's digest. A large tensor's bytes are segments of their own: who has verified a file knows the digest
-of every large tensor in it and need not read it once more. Stock ``torch.distributed.checkpoint`` goes by offsets and lengths
-and does not look behind the last entry.
+A shard ends with the length and the digest of each of its segments, in order; together they cover every byte before the table.
+The manifest has the digest of the table. The bytes of a large tensor are separate segments, so verifying a file yields the
+digest of each large tensor in it, which a load then need not compute. Stock ``torch.distributed.checkpoint`` reads entries by
+offset and length and ignores the table.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hyper_resume.checkpoint.tensors.threads import map_in_threads
 _SEGMENT = struct.Struct("<Q16s")
 _END = struct.Struct("<Q8s")
 _MAGIC = b"hrsegm01"
-# What one thread takes at a time.
+# How many bytes a thread verifies at a time.
 _RUN_BYTES = 8 << 20
 _MAX_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Where it begins in the file, its length in bytes, and its digest."""
+    """One segment: its offset in the file and its length, both in bytes, and its digest."""
 
     begin: int
     length: int
@@ -42,7 +42,7 @@ def encode(written: Iterable[Segment]) -> bytes:
 
 
 def read_table(file: InputFile) -> memoryview | None:
-    """Return the bytes that stand where a file's table would be; None for a file that does not end with one.
+    """Return the bytes of the table at the end of a file; None for a file without one.
 
     Raises:
         OSError: it can't be read.
@@ -63,24 +63,24 @@ def read_table(file: InputFile) -> memoryview | None:
 
 
 def decode(table: memoryview, file_bytes: int) -> list[Segment] | None:
-    """Return the segments of a table; None when they are not all that is in front of it."""
+    """Return the segments of a table; None if they do not cover exactly the bytes before the table."""
     found: list[Segment] = []
     begin = 0
-    for length, told in _SEGMENT.iter_unpack(table[: -_END.size]):
-        found.append(Segment(begin, length, told))
+    for length, segment_digest in _SEGMENT.iter_unpack(table[: -_END.size]):
+        found.append(Segment(begin, length, segment_digest))
         begin += length
     return found if begin + len(table) == file_bytes else None
 
 
 @dataclass
 class VerifiedFile:
-    """A file that was verified: its bytes, which were looked at where they lie, and what is known of them.
+    """A file that was verified, still mapped into memory.
 
     Attributes:
-        content: all of the file.
-        expected: the digest that it was held against, as text.
-        identity: what a change of the file changes.
-        segments: by their beginnings.
+        content: the mapped file.
+        expected: the digest that it was compared with, as text.
+        identity: the result of :func:`file_identity` before the verification.
+        segments: offset -> segment.
     """
 
     content: memoryview
@@ -89,25 +89,25 @@ class VerifiedFile:
     segments: dict[int, Segment]
 
     def is_unchanged(self, path: Path) -> bool:
-        """True when ``path`` is still the file that was verified, and was not written to since.
+        """True if ``path`` is still the file that was verified, and was not written to since.
 
         Raises:
-            OSError: there is none.
+            OSError: the file does not exist or can't be accessed.
         """
         return file_identity(path.lstat()) == self.identity
 
     def data_digest(self, begin: int, length: int) -> bytes | None:
-        """Return :func:`digest.data_digest` of bytes of the file; None where they are no segments of their own."""
+        """Return :func:`digest.data_digest` of a range of the file; None if it does not consist of whole segments."""
         return data_digest(self.segments, begin, length)
 
 
 def data_digest(segments: Mapping[int, Segment], begin: int, length: int) -> bytes | None:
-    """Return :func:`digest.data_digest` of bytes of a file; None where they are no segments of their own.
+    """Return :func:`digest.data_digest` of a range of a file; None if it does not consist of whole segments.
 
     Args:
-        segments: of the file, by their beginnings.
-        begin: where the bytes begin.
-        length: how many they are.
+        segments: offset -> segment, for the whole file.
+        begin: offset of the range, in bytes.
+        length: length of the range, in bytes.
     """
     blocks: list[bytes] = []
     for at in range(begin, begin + length, digest.BLOCK_BYTES):
@@ -119,19 +119,19 @@ def data_digest(segments: Mapping[int, Segment], begin: int, length: int) -> byt
 
 
 def file_identity(status: os.stat_result) -> tuple[int, ...]:
-    """Return what tells a file from any other, and from what it was before it was changed."""
+    """Return device, inode, size and times of a file: they change when the file is replaced or written to."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def verify(file: InputFile, expected: str) -> tuple[str, VerifiedFile | None]:
-    """Hold a file that ends with a table against the table's digest, and all before it against the table.
+    """Verify a file with a table: the table against the expected digest, and the segments against the table.
 
     Args:
-        file: to be read.
+        file: the opened file.
         expected: the table's digest, as text.
 
     Returns:
-        a complaint, or an empty text; and what is known now, where the file could be looked into without a copy.
+        a complaint ("" if there is none), and the verified file if it is mapped into memory.
 
     Raises:
         OSError: it can't be read.
@@ -158,7 +158,7 @@ def verify(file: InputFile, expected: str) -> tuple[str, VerifiedFile | None]:
 
 
 def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Consecutive segments for one thread at a time."""
+    """Return lists of consecutive segments, each for one thread at a time."""
     runs: list[list[Segment]] = []
     size = 0
     for segment in segments:

@@ -1,1 +1,1 @@
-"""Which saves descend from which, which one LATEST means, and which are kept."""
+"""Choosing among several saves: which save continues which, which one LATEST means, and which ones retention deletes."""

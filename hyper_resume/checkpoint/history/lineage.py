@@ -1,7 +1,8 @@
-"""Which saves a run descends from, and in which order a resume tries them.
+"""The lineage of saves, and the order in which LATEST tries the step directories of a root.
 
-A run that goes back to a lower step and trains on leaves the higher steps behind as an abandoned future. Steps can't tell the
-two apart, so every manifest names the saves that it descends from, and an ordinal that grows with every save into one root.
+A run may go back to an earlier step and train on from there; the later steps of the abandoned run stay in the root. Step
+numbers can't tell the two runs apart. So every manifest lists the saves that its run continued (its ancestors), and an ordinal
+that grows with every save to the same root.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Ancestors = tuple[tuple[int, str], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A step directory that a resume may take; ``complaint`` says why it can't, where that is known already."""
+    """A step directory from which a run might resume; ``complaint`` is the reason why it can't, or "" if none is known."""
 
     step: int
     path: Path
@@ -38,17 +39,17 @@ class Candidate:
 
     @property
     def was_committed(self) -> bool:
-        """True when a save of this library was committed here, whatever became of it: the manifest came with the name."""
+        """True if a save of this library was committed here: the manifest exists, even if it is damaged."""
         return (self.path / MANIFEST_NAME).exists()
 
     @property
     def order(self) -> tuple[int, int]:
-        """Later saves are greater; those without a manifest come before all others, by their step."""
+        """The sort key: later saves are greater. Directories without a manifest come before all others, by their step."""
         return (-1 if self.manifest is None else self.manifest.ordinal, self.step)
 
 
 def list_candidates(checkpoint_dir: Path) -> list[Candidate]:
-    """Return all step directories, in no order; also those that stepped aside for a save that never came."""
+    """Return all step directories, in no order, and those that a save moved to ``.staging`` and never replaced."""
     found = layout.step_directories(checkpoint_dir) + layout.replaced_directories(checkpoint_dir)
     return [_candidate(step, path) for step, path in found]
 
@@ -59,7 +60,7 @@ def _candidate(step: int, path: Path) -> Candidate:
     except CheckpointMismatchError as error:
         return Candidate(step=step, path=path, manifest=None, complaint=f"can't be trusted: {error}")
     if manifest is not None and manifest.step != step:
-        # Another step's: nothing that it says holds here, its ancestors neither.
+        # The manifest of another step: nothing in it is valid here, its ancestors included.
         return Candidate(
             step=step, path=path, manifest=None, complaint=f"has a {MANIFEST_NAME} of global_step {manifest.step}"
         )
@@ -70,7 +71,10 @@ def _candidate(step: int, path: Path) -> Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOrder:
-    """What a resume tries, best first; and why other step directories are out, one sentence each."""
+    """The step directories that a resume tries, best first.
+
+    ``complaints`` says why each other directory is skipped. ``was_published`` is true if a save was ever committed here.
+    """
 
     directories: tuple[Path, ...]
     complaints: tuple[str, ...]
@@ -78,10 +82,10 @@ class ResumeOrder:
 
 
 def resume_order(checkpoint_dir: Path) -> ResumeOrder:
-    """Find out what LATEST may mean: what the pointer names, then what that descends from, newest first.
+    """Return the step directories that LATEST may mean: the one that the pointer names, then its ancestors, newest first.
 
-    Where the pointer is of no use the newest save by ordinal takes its place. A directory without a manifest (stock DCP)
-    carries no lineage, so it is tried in the order of its step. Whatever is passed over is warned of.
+    If the pointer is missing or not usable, the newest save by ordinal takes its place. A directory without a manifest (stock
+    DCP) has no lineage and is tried in the order of its step. Each directory that is skipped is logged as a warning.
 
     Raises:
         CheckpointNotFoundError: ``checkpoint_dir`` is a file.
@@ -91,11 +95,9 @@ def resume_order(checkpoint_dir: Path) -> ResumeOrder:
     found = list_candidates(checkpoint_dir)
     head = next((one for one in found if one.step == pointed), None)
     if head is not None and not _manifest_is_of_metadata(head):
-        # What another save descends from says nothing of this one.
+        # The manifest of another save says nothing about the ancestors of this one.
         found.remove(head)
-        head = replace(
-            head, manifest=None, complaint=f"has a {METADATA_NAME} and a {MANIFEST_NAME} that are not of one save"
-        )
+        head = replace(head, manifest=None, complaint=f"has a {METADATA_NAME} and a {MANIFEST_NAME} of different saves")
         found.append(head)
     if pointed is not None and (head is None or head.complaint):
         pointer, name = checkpoint_dir / layout.POINTER_NAME, layout.step_directory_name(pointed)
@@ -108,7 +110,7 @@ def resume_order(checkpoint_dir: Path) -> ResumeOrder:
     complaints = [complaint] if complaint else []
     for one in rest if head is None else [head, *rest]:
         against = one.complaint or _why_not_in_lineage(one, lineage, pointed, head)
-        if lineage is None and one.manifest is not None and not _is_beyond(one, pointed, head):
+        if lineage is None and one.manifest is not None and not _is_beyond_pointer(one, pointed, head):
             lineage = set(one.manifest.ancestors)
         if not against:
             directories.append(one.path)
@@ -123,7 +125,7 @@ def resume_order(checkpoint_dir: Path) -> ResumeOrder:
 
 
 def _manifest_is_of_metadata(one: Candidate) -> bool:
-    """False for a manifest that came from another attempt at the step: ``.metadata`` tells which save it is of."""
+    """False if the manifest belongs to another save of the same step than ``.metadata``, which contains its save id."""
     if one.manifest is None:
         return True
     try:
@@ -137,9 +139,9 @@ def _refuse_file(checkpoint_dir: Path) -> None:
     if checkpoint_dir.exists() and not checkpoint_dir.is_dir():
         raise CheckpointNotFoundError(
             describe(
-                "checkpoint.checkpoint_dir is no directory",
+                "checkpoint.checkpoint_dir is not a directory",
                 where=str(checkpoint_dir),
-                expected="a directory, or nothing yet",
+                expected="a directory, or a path that does not exist yet",
                 found="a file",
                 do="correct the path",
             )
@@ -152,14 +154,14 @@ def _why_not_in_lineage(
     if one.manifest is None or one is head:
         return ""
     if lineage is not None and (one.manifest.step, one.manifest.attempt) not in lineage:
-        return "the run that LATEST follows does not descend from it"
-    if _is_beyond(one, pointed, head):
-        return "it is beyond the pointer and may be of an abandoned future"
+        return "the run that LATEST means does not continue it"
+    if _is_beyond_pointer(one, pointed, head):
+        return "it is a later step than the pointer names and may belong to an abandoned run"
     return ""
 
 
 def refuse_if_published(checkpoint_dir: Path, order: ResumeOrder, complaints: list[str]) -> None:
-    """Raise when something was published and none of it can be resumed from: a start from scratch would be a silent loss.
+    """Raise if something was published and nothing can be resumed from: a start from scratch would lose it silently.
 
     Args:
         checkpoint_dir: the root.
@@ -167,7 +169,7 @@ def refuse_if_published(checkpoint_dir: Path, order: ResumeOrder, complaints: li
         complaints: why each of ``order.directories`` was refused.
 
     Raises:
-        CheckpointNotFoundError: names all reasons.
+        CheckpointNotFoundError: lists all reasons.
     """
     if order.was_published or complaints:
         raise CheckpointNotFoundError(
@@ -176,14 +178,14 @@ def refuse_if_published(checkpoint_dir: Path, order: ResumeOrder, complaints: li
                 where=str(checkpoint_dir),
                 expected="at least one global_step_N directory that is complete and as it was written",
                 found="; ".join((*order.complaints, *complaints)),
-                do=f"restore the missing directory, or delete {layout.POINTER_NAME} and the step directories to start from "
-                "scratch on purpose",
+                do=f"restore the missing directory; or, to start from scratch, delete {layout.POINTER_NAME} and the step "
+                "directories",
             )
         )
 
 
-def _is_beyond(one: Candidate, pointed: int | None, head: Candidate | None) -> bool:
-    """True for a step above the pointer's that does not descend from the very save that the pointer means."""
+def _is_beyond_pointer(one: Candidate, pointed: int | None, head: Candidate | None) -> bool:
+    """True for a later step than the pointer's that does not have the pointer's save among its ancestors."""
     if one.manifest is None or one is head or pointed is None or one.step <= pointed:
         return False
     attempt = head.manifest.attempt if head is not None and head.manifest is not None else None
@@ -191,23 +193,23 @@ def _is_beyond(one: Candidate, pointed: int | None, head: Candidate | None) -> b
 
 
 def next_ordinal(checkpoint_dir: Path) -> int:
-    """Return an ordinal above all that this root has."""
+    """Return an ordinal above all ordinals in this root."""
     ordinals = [one.manifest.ordinal for one in list_candidates(checkpoint_dir) if one.manifest is not None]
     return max(ordinals, default=0) + 1
 
 
 def ancestors_of_next_save(manifest: Manifest) -> Ancestors:
-    """Return the ancestors of a save that comes next after the one of ``manifest``."""
+    """Return the ancestors of the next save after the one of ``manifest``."""
     return extend_ancestors(manifest.ancestors, manifest.step, manifest.attempt)
 
 
 def extend_ancestors(ancestors: Ancestors, step: int, attempt: str) -> Ancestors:
-    """Return ``ancestors`` and one more, at most :data:`MAX_ANCESTORS`; a step that is passed again takes its new attempt."""
+    """Return ``ancestors`` and one more, at most :data:`MAX_ANCESTORS`. A step that is saved again replaces its old entry."""
     return (*(one for one in ancestors if one[0] < step), (step, attempt))[-MAX_ANCESTORS:]
 
 
 def current_lineage(checkpoint_dir: Path) -> Ancestors:
-    """Return what a save descends from that goes on from wherever the pointer is; () in an empty root."""
+    """Return the ancestors of a save that continues the pointer's save; () in an empty root."""
     pointed, _ = layout.read_pointer(checkpoint_dir)
     manifest = (
         None if pointed is None else layout.manifest_or_none(checkpoint_dir / layout.step_directory_name(pointed))

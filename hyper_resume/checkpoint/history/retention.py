@@ -1,4 +1,4 @@
-"""Which step directories stay. Runs after a newer one is durable and the pointer names it, on rank 0."""
+"""Retention: which step directories are outdated, and their deletion. Runs on rank 0 after a newer save is durable."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What to keep; with all of it unset, everything.
+    """Which saves to keep. If no option is set, all are kept.
 
-    ``keep_last`` newest saves, every step that ``keep_every`` divides, and the ``keep_best`` saves with the smallest or largest
-    value of ``best_metric``.
+    Kept are the ``keep_last`` newest saves, every step that ``keep_every`` divides, and the ``keep_best`` saves with the
+    smallest (``best_mode`` "min") or largest ("max") value of ``best_metric``.
     """
 
     keep_last: int | None = None
@@ -33,22 +33,22 @@ class Retention:
 
     @property
     def keeps_all(self) -> bool:
-        """True when nothing is ever deleted."""
+        """True if nothing is ever deleted."""
         return self.keep_last is None and self.keep_every is None and self.keep_best == 0
 
 
 def find_outdated(retention: Retention, checkpoint_dir: Path, protected: Collection[Path] = ()) -> list[Candidate]:
-    """Return what retention does not keep, oldest first. Looks only.
+    """Return the step directories that retention does not keep, oldest first. Deletes nothing.
 
-    Only real directories that are complete by this library's manifest count. What another tool put there stays, and what
-    can't be read now too: it may be readable the next time. The newest complete save, what the pointer names and ``protected``
-    always stay.
+    Only real directories (no links) that are complete according to their manifest are considered. Directories of other tools
+    are kept, and so are directories that can't be read now, because they may be readable later. The newest complete save, the
+    one that the pointer names, and those in ``protected`` are always kept.
     """
     if retention.keeps_all:
         return []
     found = lineage.list_candidates(checkpoint_dir)
-    # A copy that somebody made under another step's name was made to be kept.
-    whole = [one for one in found if one.manifest and not one.complaint and _is_at_home(one.path)]
+    # Somebody who copies a step directory to another step's name wants to keep the copy.
+    whole = [one for one in found if one.manifest and not one.complaint and _has_own_name(one.path)]
     whole.sort(key=lambda one: one.order)
     pointed, _ = layout.read_pointer(checkpoint_dir)
     kept = {path.absolute() for path in protected}
@@ -58,7 +58,7 @@ def find_outdated(retention: Retention, checkpoint_dir: Path, protected: Collect
     return [one for one in whole if one.path.absolute() not in kept and one.step != pointed]
 
 
-def _is_at_home(path: Path) -> bool:
+def _has_own_name(path: Path) -> bool:
     return not path.is_symlink() and layout.final_path_of(path) == path
 
 
@@ -69,32 +69,32 @@ def _best(retention: Retention, whole: list[Candidate]) -> list[Candidate]:
         assert one.manifest is not None
         value = one.manifest.metrics.get(retention.best_metric, math.nan)
         if not math.isnan(value):
-            # Of two equal ones the newer is the better.
+            # Of two equal values the newer save is kept.
             ranked.append((sign * value, -one.manifest.ordinal, one))
     return [one for _, _, one in sorted(ranked, key=lambda item: item[:2])[: retention.keep_best]]
 
 
-def prune(checkpoint_dir: Path, doomed: Collection[Candidate]) -> list[Path]:
-    """Delete step directories: all leave their names first, then their files go. Returns what was deleted.
+def prune(checkpoint_dir: Path, outdated: Collection[Candidate]) -> list[Path]:
+    """Delete step directories and return their paths: 1. rename all into ``.trash``; 2. sync; 3. delete the files.
 
     Raises:
-        OSError: one could not be renamed; those before it are deleted or stand in ``.trash`` for the next sweep.
+        OSError: a rename failed; the directories before it are in ``.trash``, which the next run empties.
     """
-    if not doomed:
+    if not outdated:
         return []
     trash = checkpoint_dir / layout.TRASH_NAME
     operations.make_directories(trash)
     moved = []
-    for one in doomed:
+    for one in outdated:
         assert one.manifest is not None
         aside = trash / one.manifest.attempt
         layout.remove(aside)
         operations.current().rename(one.path, aside)
         moved.append(aside)
-    # Before the first file goes: a cut must not leave a directory under its name with half of its files.
+    # Before the first file is deleted: a power cut must not leave a step directory with only some of its files.
     operations.current().sync_directory(checkpoint_dir)
     for aside in moved:
         layout.remove(aside)
         if aside.is_dir():
-            logger.warning("%s could not be deleted; it stays until the next run begins", aside)
-    return [one.path for one in doomed]
+            logger.warning("%s could not be deleted; the next run tries again", aside)
+    return [one.path for one in outdated]

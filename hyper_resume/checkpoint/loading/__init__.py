@@ -1,1 +1,1 @@
-"""A load on its way: files verified, entries read into buffers, the live state filled last."""
+"""The steps of a load: verify the files, compare the entries with the live state, read them, then write the live state."""

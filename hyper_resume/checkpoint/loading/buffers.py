@@ -1,4 +1,4 @@
-"""Buffers that a load reads into; the live state is written only after everything in them is known to be good."""
+"""The values that a load has read, kept apart from the live state until all of them are checked, and then written to it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ from hyper_resume.errors import CheckpointMismatchError, describe
 
 
 class LoadBuffers:
-    """What is read, apart from the live tensors until all of it is known to be good.
+    """Values that were read for a live state; :meth:`write_to_live_state` is called after they are checked.
 
     Attributes:
         state: the live state.
+        wanted: entry name -> live value, for the entries that the checkpoint has.
+        unread: names of the checkpoint's entries in the same buckets that the live state does not have.
     """
 
     def __init__(self, state: dict[str, Any], metadata: Metadata) -> None:
-        """Ask for each entry of ``state`` that the checkpoint has."""
+        """Request each entry of ``state`` that the checkpoint has."""
         self.state = state
         self._live, self._places = flatten(state)
         stored = metadata.state_dict_metadata
@@ -44,16 +46,16 @@ class LoadBuffers:
         self._known: Mapping[str, bytes] = {}
 
     def entries_of_bucket(self, bucket: str) -> dict[str, Any]:
-        """Return name -> live value of one bucket's entries."""
+        """Return entry name -> live value, for one bucket."""
         return {name: value for name, value in self._live.items() if self._places[name][0] == bucket}
 
     def check_forms(self, metadata: Metadata, where: str, *, checked: Container[str] = ()) -> None:
-        """Refuse an entry of another shape or type than the live one; a copy would convert it without a word.
+        """Refuse an entry whose shape or dtype differs from the live one; a copy would convert it silently.
 
         Args:
-            metadata: the checkpoint's description.
+            metadata: the checkpoint's metadata.
             where: the path, for the message.
-            checked: entries of which that is known already.
+            checked: names of entries that are checked already.
 
         Raises:
             CheckpointMismatchError: names the entry.
@@ -72,26 +74,26 @@ class LoadBuffers:
                 )
 
     def store(self, found: ReadResult) -> None:
-        """Take what was read for ``wanted``."""
+        """Store the values that were read for ``wanted``."""
         self._read, self._known = found.values, found.data_digests
 
     def nested_state(self) -> dict[str, Any]:
-        """Return the state as it will be, in the form of the live one."""
+        """Return the state as it will be after the load, nested as the live state is."""
         found: dict[str, Any] = unflatten_state_dict({**self._live, **self._read}, self._places)
         return found
 
     def incomparable_buckets(self, manifest: Manifest | None) -> set[str]:
-        """Buckets of which this rank asks for other entries than it saved, so that their digests can't be compared."""
+        """Return the buckets whose digests can't be compared, because this rank requests other entries than it saved."""
         saved = {} if manifest is None else manifest.names.get(str(collective.rank()), {})
         asked = name_digests(self._live)
         return {bucket for bucket in asked if saved.get(bucket) != asked[bucket]}
 
     def digests(self, like: Mapping[str, str]) -> dict[str, str]:
-        """Bucket -> digest of what was read, taken as those in ``like`` are."""
+        """Return bucket -> digest of the values that were read, in the digest format that ``like`` has for the bucket."""
         return bucket_digests({**self._live, **self._read}, like, self._known)
 
     def write_to_live_state(self) -> None:
-        """Write to the live state what was read. Nothing here can fail for the checkpoint's sake."""
+        """Copy the values to the live state. At this point nothing in the checkpoint can make it fail."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, value in self._read.items():
             live = self._live[name]
@@ -103,10 +105,10 @@ class LoadBuffers:
 
 
 def prepare_buffers(state: dict[str, Any], metadata: Metadata, path: str, *, strict_model: bool) -> LoadBuffers:
-    """Return what is asked for, when the checkpoint has it and it fits.
+    """Return the buffers for ``state``, after comparing its entries with the checkpoint's.
 
     Raises:
-        CheckpointMismatchError: a missing model key, or an entry of another shape or type.
+        CheckpointMismatchError: a missing model key, or an entry with another shape or dtype.
     """
     incoming = LoadBuffers(state, metadata)
     model = incoming.entries_of_bucket(MODEL_BUCKET)
@@ -116,7 +118,7 @@ def prepare_buffers(state: dict[str, Any], metadata: Metadata, path: str, *, str
 
 
 def unread_on_all_ranks(of_ranks: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return what is in all of them: an entry that one rank asks for is read, whatever the others ask for."""
+    """Return the names that are unread on every rank; an entry that any rank requests counts as read."""
     return tuple(sorted(set(of_ranks[0]).intersection(*of_ranks[1:])))
 
 

@@ -1,6 +1,6 @@
-"""The entries of a step directory: looked at where they lie in its files, and copied only where they have to be put together.
+"""Reads entries of a step directory through memory-mapped files; data is copied only where chunks must be combined.
 
-Of this library's directories and of stock DCP's. Nothing outside the directory is opened, and no code from it is run.
+It reads directories of this library and of stock DCP. No file outside the directory is opened, and no code from it is run.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from hyper_resume.checkpoint.tensors.copying import sharded_like
 from hyper_resume.checkpoint.tensors.threads import MAX_THREADS, map_in_threads
 from hyper_resume.errors import CheckpointMismatchError, describe
 
-# Files are brought in by ranges; what is not wanted is not, unless it is little.
+# Files are preloaded by ranges. Ranges with a gap of at most this size between them are joined.
 _SMALL_GAP_BYTES = 1 << 20
 _MAX_AT_ONCE_BYTES = 256 << 20
 
 
 @dataclass
 class ReadResult:
-    """What was read: name -> value; and name -> digest of a tensor's bytes, where the verification has found it."""
+    """Entry name -> value; and entry name -> digest of the tensor's bytes, if the verification of the file computed it."""
 
     values: dict[str, Any] = field(default_factory=dict)
     data_digests: dict[str, bytes] = field(default_factory=dict)
 
 
 class EntryReader:
-    """Reads entries of one step directory. Use as a context; tensors that it gave stay valid afterwards.
+    """Reads entries of one step directory. A context manager; the tensors that it returned stay valid afterwards.
 
     Attributes:
-        data_digests: name -> digest of the bytes of a tensor that it gave, where a verified file has it.
+        data_digests: entry name -> digest of the bytes of a tensor that was read, if a verified file has it.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class EntryReader:
 
         Args:
             directory: the step directory.
-            metadata: its own description.
-            verified_files: files that were verified, by name: their bytes are read where they were verified; a file
-                that was changed since is verified again.
+            metadata: its DCP metadata.
+            verified_files: file name -> the result of its verification, whose bytes are used. A file that has changed since
+                is verified again.
         """
         self._directory = directory
         self._verified_files: dict[str, VerifiedFile] = {}
@@ -78,11 +78,11 @@ class EntryReader:
         self._files.clear()
 
     def preload(self, names: Collection[str]) -> None:
-        """Have the bytes of these entries read, so that an error is told here. What another rank alone needs is read too.
+        """Read the bytes of these entries into memory, so that a read error is raised here. Reads all chunks, of all ranks.
 
         Raises:
             OSError: they can't be read.
-            CheckpointMismatchError: a file is missing or is none of the checkpoint.
+            CheckpointMismatchError: a file is missing, or is not a file of the checkpoint.
         """
         if len(names) >= len(self._places) // 2:
             self._find_all()
@@ -97,7 +97,7 @@ class EntryReader:
                 else:
                     ranges.setdefault(place.relative_path, []).append((begin, end))
         for file_name, (begin, end) in spans.items():
-            # They were in memory a moment ago; where they still are it costs next to nothing.
+            # The verification has read these bytes, so usually they are still in memory and this costs little.
             operations.preload_mapped(self._verified_files[file_name].content, begin, end - begin)
         for file_name, found in sorted(ranges.items()):
             file = self._file(file_name)
@@ -106,7 +106,7 @@ class EntryReader:
 
     def _is_verified(self, file_name: str) -> bool:
         offered = self._offered.pop(file_name, None)
-        # The name is one of the manifest's, so it leads nowhere else.
+        # The name comes from the manifest, so it is a path inside the directory.
         if offered is not None and not offered.is_unchanged(self._directory / file_name):
             complaint, offered = segments.verify(self._file(file_name), offered.expected)
             if complaint:
@@ -115,7 +115,7 @@ class EntryReader:
                         "a file of the checkpoint was changed after it was verified",
                         where=str(self._directory / file_name),
                         found=complaint,
-                        do="see who else writes there; restore the file from a copy, or resume from another checkpoint",
+                        do="find out who else writes there; restore the file from a copy, or resume from another checkpoint",
                     )
                 )
         if offered is not None:
@@ -123,14 +123,14 @@ class EntryReader:
         return file_name in self._verified_files
 
     def _find_all(self) -> None:
-        """Find the places of all entries of one chunk in one walk: to look each up takes five times as long."""
+        """Find the locations of all entries with one chunk in one pass; looking up each takes five times as long."""
         found: dict[str, list[_StorageInfo]] = {}
         for index, place in self._places.items():
             found.setdefault(index.fqn, []).append(place)
         self._found = {name: places for name, places in found.items() if len(places) == 1}
 
     def _places_of(self, name: str) -> list[_StorageInfo]:
-        """Where the chunks of a tensor stand, in their order, or the one place of anything else."""
+        """Return the locations of a tensor's chunks, in order, or the one location of any other entry."""
         found = self._found.get(name)
         if found is None:
             entry = self._described[name]
@@ -146,32 +146,33 @@ class EntryReader:
         return file
 
     def value(self, name: str) -> Any:
-        """Return an entry that is no tensor: plain values, and tensors on the CPU.
+        """Return an entry that is not a tensor: plain values, which may contain tensors; these are on the CPU.
 
         Raises:
             CheckpointMismatchError: it is damaged, or holds anything else.
         """
-        # One rank wrote the entry and any rank may read it, so a device in it says nothing about where it belongs.
+        # Any rank may read an entry that one rank wrote, so a device that is stored in it has no meaning here.
         (place,) = self._places_of(name)
         return safe_load.load_plain(self._content(name, place), self._where(name, place))
 
     def tensor(self, name: str, live: torch.Tensor | None) -> torch.Tensor:
-        """Return this rank's part of an entry, in the form of ``live``.
+        """Return this rank's part of a tensor entry, sharded as ``live`` is.
 
         Args:
-            name: the entry; its type and shape are those of ``live``.
-            live: a tensor, or a sharded one; None for all of the entry.
+            name: the entry; its dtype and shape are those of ``live``.
+            live: a plain or sharded tensor; None for the whole entry.
 
         Returns:
-            a view of the file where one stored chunk has all of it, else a new tensor; on the CPU. Not to be written to.
+            a view of the mapped file if one stored chunk holds the part, otherwise a new tensor; on the CPU. Do not write
+            to it.
 
         Raises:
-            CheckpointMismatchError: the bytes are not what the description says.
+            CheckpointMismatchError: the bytes do not match the metadata.
         """
         entry = self._described[name]
-        assert isinstance(entry, TensorStorageMetadata)  # it is of the kind of ``live``
+        assert isinstance(entry, TensorStorageMetadata)  # the caller has compared it with ``live``
         if not isinstance(live, DTensor):
-            # Nearly all are, and there are many: the way through the boxes would take a tenth of a load's time.
+            # A short cut for the most frequent case; the general method would take a tenth of the time of a load.
             if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.size:
                 return self._chunk(name, entry, entry.chunks[0], self._places_of(name)[0], is_all=True)
             return self._box(name, entry, (0,) * len(entry.size), tuple(entry.size))
@@ -186,7 +187,7 @@ class EntryReader:
     def _box(
         self, name: str, entry: TensorStorageMetadata, offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
-        """Return the elements from ``offsets`` on, ``sizes`` of them."""
+        """Return the part of an entry that begins at ``offsets`` and has the shape ``sizes``."""
         places = self._places_of(name)
         for chunk, place in zip(entry.chunks, places, strict=True):
             if chunk.sizes == sizes and chunk.offsets == offsets:
@@ -213,7 +214,7 @@ class EntryReader:
         *,
         is_all: bool = False,
     ) -> torch.Tensor:
-        """Return a stored chunk; ``is_all`` when it is all that is wanted of the entry."""
+        """Return a stored chunk; ``is_all`` says that the whole chunk is the requested part."""
         dtype, shape = entry.properties.dtype, chunk.sizes
         content = self._content(name, place)
         begin = archive.data_offset(content, dtype, shape)
@@ -237,7 +238,7 @@ class EntryReader:
 
     def _content(self, name: str, place: _StorageInfo) -> memoryview:
         if place.transform_descriptors:
-            # Nothing of ours writes them, and one that decompresses has no bound.
+            # This library never writes transformed data, and decompression could produce any number of bytes.
             found = f"transformed by {place.transform_descriptors[0]}"
             raise _not_as_described(self._where(name, place), "bytes as they were saved", found)
         verified = self._verified_files.get(place.relative_path)
@@ -265,7 +266,7 @@ def _merged(ranges: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _pieces(begin: int, end: int) -> list[tuple[int, int]]:
-    """Offset and length of pieces that several threads can bring at a time."""
+    """Return (offset, length) of pieces that several threads can preload at the same time."""
     step = min(_MAX_AT_ONCE_BYTES, max(_SMALL_GAP_BYTES, (end - begin) // MAX_THREADS + 1))
     return [(place, min(step, end - place)) for place in range(begin, end, step)]
 
@@ -273,7 +274,7 @@ def _pieces(begin: int, end: int) -> list[tuple[int, int]]:
 def _overlap(
     offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return what two boxes have in common, as slices of the other one and of the first; None for nothing."""
+    """Return the intersection of two boxes, as slices of the second one and slices of the first one; None if it is empty."""
     there, here = [], []
     for offset, size, other, other_size in zip(offsets, sizes, other_offsets, other_sizes, strict=True):
         begin, end = max(offset, other), min(offset + size, other + other_size)
@@ -287,7 +288,7 @@ def _overlap(
 def _not_as_described(where: str, expected: str, found: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         describe(
-            "an entry of the checkpoint is not what its metadata says",
+            "an entry of the checkpoint does not match its metadata",
             where=where,
             expected=expected,
             found=found,

@@ -1,4 +1,4 @@
-"""A step directory compared with its manifest, before anything of it is loaded."""
+"""Verifies the files of a step directory against its manifest, on all ranks, before anything is loaded from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Part = Literal["weights", "training state"]
 _NAMES_SHOWN = 5
-# Every file carries the id of its save as plain text near its beginning.
+# Every file contains the id of its save as plain text near its beginning.
 _SAVE_ID = re.compile(rb"global_step_[0-9]{1,18}\.[0-9a-f]{12}")
 EXTRA_STATE_DIRECTORY = "extra_state"
 _HEAD_BYTES = 1 << 20
@@ -47,17 +47,17 @@ def verify(
     parts: Collection[Part] = ("weights", "training state"),
     verified_files: dict[str, VerifiedFile] | None = None,
 ) -> Manifest | None:
-    """Hold a step directory against its manifest; every rank reads the files of its own number, all share the verdict.
+    """Verify a step directory against its manifest. Every rank reads the files of its own number; all ranks share the result.
 
     Args:
         directory: the step directory.
-        how: sizes only, or digests too.
-        group: of all ranks.
-        parts: of which files: those of the training state, all others, or both.
-        verified_files: gets what is known then of this rank's files, by name.
+        how: compare sizes only, or digests too.
+        group: the process group of all ranks.
+        parts: which files to verify: those of the training state, all others, or both.
+        verified_files: filled with file name -> verified file, for this rank's files.
 
     Returns:
-        the manifest; None for a directory without one, of which nothing can be said.
+        the manifest; None for a directory without one, which can't be verified.
 
     Raises:
         CheckpointNotFoundError: files are missing; names them, on every rank.
@@ -84,7 +84,7 @@ def verify(
                 where=str(directory),
                 expected=f"every file as the manifest of save {manifest.attempt} describes it",
                 found="; ".join(complaints[:3]) + (f"; and {len(complaints) - 3} more" if len(complaints) > 3 else ""),
-                do="restore the files from a copy, or resume from another checkpoint (LATEST takes the newest good one); "
+                do="restore the files from a copy, or resume from another checkpoint (LATEST means the newest that verifies); "
                 "checkpoint.restore_train_state=false needs no extra_state",
             )
         )
@@ -92,7 +92,7 @@ def verify(
 
 
 def step_name_mismatch(directory: Path, manifest: Manifest) -> list[str]:
-    """Return a complaint about a step directory under another step's name, if it is one; any other name will do."""
+    """Return a complaint if the directory has the name of another step. A name that is not ``global_step_N`` is allowed."""
     step = layout.parse_step(directory.name)
     if step in (None, manifest.step):
         return []
@@ -100,14 +100,14 @@ def step_name_mismatch(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def check_metadata(directory: Path, manifest: Manifest | None) -> Metadata:
-    """Read a step directory's description of its entries and hold it against the files.
+    """Read the metadata of a step directory and compare it with the files.
 
-    It may name only files that the manifest knows, as others would be read without a digest; where there is no manifest it
-    must not tell of one.
+    The metadata may name only files of the manifest, because others would be read without a digest. Without a manifest, it
+    must not come from a save that wrote one.
 
     Raises:
-        CheckpointNotFoundError: there is neither a manifest nor a description.
-        CheckpointMismatchError: it does not read, or names what is not there; the manifest was lost.
+        CheckpointNotFoundError: the directory has neither a manifest nor metadata.
+        CheckpointMismatchError: the metadata can't be read or names missing files; or the manifest was lost.
     """
     metadata = read_metadata(directory, manifest)
     if manifest is None:
@@ -133,13 +133,13 @@ def _part_of(name: str) -> Part:
 
 
 def _read_manifest(directory: Path) -> Manifest | None:
-    """Read it, and warn of files that it does not know: no load reads them, but somebody may have meant something by them."""
+    """Read the manifest, and warn of files that it does not list: somebody may expect that a load reads them."""
     manifest = read_manifest(directory)
     others = [] if manifest is None else unlisted_files(directory, manifest)
     if others:
         more = f" and {len(others) - _NAMES_SHOWN} more" if len(others) > _NAMES_SHOWN else ""
         logger.warning(
-            "%s holds files that its manifest does not know, and no load reads: %s%s",
+            "%s holds files that its manifest does not list; they are not read: %s%s",
             directory,
             ", ".join(others[:_NAMES_SHOWN]),
             more,
@@ -148,7 +148,7 @@ def _read_manifest(directory: Path) -> Manifest | None:
 
 
 def _refuse_lost_manifest(directory: Path, metadata: Metadata) -> None:
-    """A save of this library wrote a manifest, and its ``.metadata`` tells so: without it nothing is proved any more."""
+    """Refuse a directory without a manifest whose ``.metadata`` comes from a save that wrote one: it can't be verified."""
     about = metadata.storage_meta
     if about is not None and about.save_id and about.save_id == Path(str(about.checkpoint_id)).name:
         raise CheckpointMismatchError(
@@ -170,7 +170,7 @@ def _verify_one(
 
 
 def _origin(path: Path, manifest: Manifest) -> str:
-    """Say which save a file is of, when it is not this one's: a file that was mixed in has the right name and often size."""
+    """Return a hint about where a wrong file comes from: a file of another save has the right name and often the right size."""
     try:
         head = operations.read_head(path, _HEAD_BYTES)
         others = sorted({found.decode() for found in _SAVE_ID.findall(head)} - {manifest.attempt})
@@ -178,11 +178,11 @@ def _origin(path: Path, manifest: Manifest) -> str:
             return f" (it is a part of another save: {', '.join(others[:3])})"
         size = path.stat().st_size
         twins = [name for name, entry in manifest.files.items() if entry.size_bytes == size and path.name not in name]
-        told = {name: manifest.files[name].digest for name in twins}
-        # Once for each way of taking it, however many files there are.
-        ways = {text.rpartition(":")[0]: text for text in told.values()}
-        found = {digest_file(path, like=text) for text in ways.values()}
-        same = [name for name in twins if told[name] in found]
+        expected = {name: manifest.files[name].digest for name in twins}
+        # One digest for each digest format, however many files there are.
+        formats = {text.rpartition(":")[0]: text for text in expected.values()}
+        found = {digest_file(path, like=text) for text in formats.values()}
+        same = [name for name in twins if expected[name] in found]
     except OSError:
         return ""
     return f" (it has the content of {same[0]})" if same else ""

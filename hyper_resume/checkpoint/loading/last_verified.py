@@ -1,4 +1,4 @@
-"""The step directory that was verified last, so that the load that follows does not read it once more."""
+"""Remembers the step directory that was verified last, so that the load which follows does not verify it again."""
 
 from __future__ import annotations
 
@@ -28,22 +28,27 @@ class _Known:
 
 
 class LastVerified:
-    """Verifies step directories, and knows the last one. :meth:`forget` it where it may change: at a load's end, at a save."""
+    """Verifies step directories and remembers the last result. Call :meth:`forget` before the directory may change."""
 
     def __init__(self, how: Literal["digest", "size"]) -> None:
-        """Know none; ``how`` is what is checked of every file."""
+        """Remember nothing yet; ``how`` says whether digests are compared, or sizes only."""
         self._how: Literal["digest", "size"] = how
         self._last: _Known | None = None
 
     def verify(self, directory: Path, group: dist.ProcessGroup | None, *, training_state: bool) -> Verified:
-        """Verify of a directory what this process has not just verified; every rank calls it.
+        """Verify the parts of a directory that the last call did not verify; every rank calls it.
+
+        Args:
+            directory: the step directory.
+            group: the process group of all ranks.
+            training_state: verify the files of the training state too.
 
         Returns:
-            its manifest, its own description, and what is known of this rank's files now.
+            the manifest, the metadata, and this rank's verified files by name.
 
         Raises:
             CheckpointNotFoundError: files are missing; on every rank.
-            CheckpointMismatchError: it is not as it was written; on every rank.
+            CheckpointMismatchError: a file is not as it was written; on every rank.
         """
         parts: set[file_verification.Part] = {"weights", "training state"} if training_state else {"weights"}
         known = self._last
@@ -63,5 +68,5 @@ class LastVerified:
         return known.manifest, known.metadata, known.verified_files
 
     def forget(self) -> None:
-        """Verify anew the next time."""
+        """Forget the last result, so that the next call verifies everything."""
         self._last = None

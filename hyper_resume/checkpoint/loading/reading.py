@@ -1,4 +1,4 @@
-"""Reading entries of a step directory, and a rank's training state."""
+"""Loads named entries, a rank's training state and the save id from a verified step directory."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def load_entries(
     metadata: Metadata,
     verified_files: Mapping[str, VerifiedFile] = MappingProxyType({}),
 ) -> ReadResult:
-    """Read entries, in this process alone.
+    """Read entries; without collectives.
 
     Args:
-        wanted: names of entries; to each a tensor or sharded tensor of its type and shape, whose part is read, or anything else
-            for all of the entry.
+        wanted: entry name -> a plain or sharded tensor of the entry's dtype and shape, whose part is read; any other value
+            (None, for example) reads the whole entry.
         directory: the step directory.
-        metadata: its own description.
-        verified_files: files that were verified, by name.
+        metadata: its DCP metadata.
+        verified_files: file name -> verified file.
 
     Returns:
-        what was read. Tensors are on the CPU, may be views of the file, and are not to be written to.
+        the values. Tensors are on the CPU and may be views of the mapped file; do not write to them.
 
     Raises:
-        CheckpointMismatchError: something could not be read.
+        CheckpointMismatchError: an entry could not be read.
     """
     described = metadata.state_dict_metadata
     try:
@@ -72,11 +72,11 @@ def load_entries(
 def read_training_state(
     directory: Path, metadata: Metadata, layout: extra.ExtraStateLayout, rank: int
 ) -> dict[str, Any]:
-    """Read the training state that ``rank`` saved, in whichever layout, in this process alone.
+    """Read the training state that ``rank`` saved, in either layout; without collectives.
 
     Raises:
         CheckpointNotFoundError: there is none.
-        CheckpointMismatchError: it can't be decoded, is of a newer format, or was written by another rank.
+        CheckpointMismatchError: it can't be decoded, has a newer format, or was written by another rank.
     """
     if layout.kind == "per_rank":
         return extra.read_file(directory, rank)
@@ -86,11 +86,11 @@ def read_training_state(
 
 
 def load_training_state(directory: Path, metadata: Metadata, manifest: Manifest | None, group: Any) -> dict[str, Any]:
-    """Read this rank's training state; after a change of the world size the lowest saved rank's. Every rank calls it.
+    """Read this rank's training state, or the lowest saved rank's if the world size has changed. Every rank calls it.
 
     Raises:
-        CheckpointNotFoundError: there is none, or not of this rank.
-        CheckpointMismatchError: one can't be decoded, or they are of different steps.
+        CheckpointNotFoundError: there is none, or none of this rank.
+        CheckpointMismatchError: one can't be decoded, or the ranks' steps differ.
     """
     rank, world_size = collective.rank(), collective.world_size()
     found = collective.on_rank_zero(lambda: extra.detect_layout(directory, metadata, manifest), group)
@@ -126,13 +126,13 @@ def load_training_state(directory: Path, metadata: Metadata, manifest: Manifest 
 
 
 def read_save_id(directory: Path, metadata: Metadata, manifest: Manifest | None = None) -> str | None:
-    """Return the id of the save that the metadata and all shards are of; None when they carry none.
+    """Return the save id that the metadata and all shards contain; None if they contain none.
 
     Raises:
-        CheckpointMismatchError: they are of different saves.
+        CheckpointMismatchError: they belong to different saves.
     """
     if manifest is not None:
-        # Its digests hold all parts together already.
+        # The digests of the manifest already show that all files belong to this save.
         return manifest.attempt
     ranks = [match.group(1) for match in map(SHARD_ENTRY_PATTERN.fullmatch, metadata.state_dict_metadata) if match]
     if not ranks:

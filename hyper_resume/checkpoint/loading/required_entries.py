@@ -1,4 +1,4 @@
-"""Whether a checkpoint has what is asked for: strict about the model, lenient about the rest."""
+"""Checks that a checkpoint has the entries of the running model, with the same shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _NAMES_SHOWN = 5
 
 
 def check_model_entries(wanted: dict[str, Any], metadata: Metadata, *, strict: bool, where: str) -> None:
-    """Hold the running model's entries against the checkpoint's, before anything is read.
+    """Compare the running model's entries with the checkpoint's, before anything is read.
 
     Args:
-        wanted: flattened entry names (``model.x.y``) to the objects that will receive them.
-        metadata: the checkpoint's own description.
-        strict: a name that the checkpoint lacks is an error.
+        wanted: flattened entry name (``model.x.y``) -> the live value that will receive the entry.
+        metadata: the checkpoint's DCP metadata.
+        strict: a name that is missing in the checkpoint is an error.
         where: the path, for the message.
 
     Raises:
-        CheckpointMismatchError: ``missing model key``, or an entry of another shape or type, or a tensor on one side only.
+        CheckpointMismatchError: ``missing model key``; or shape or dtype differ; or only one of the two is a tensor.
     """
     stored = metadata.state_dict_metadata
     missing = [name for name in wanted if name not in stored]
@@ -51,19 +51,19 @@ def check_model_entries(wanted: dict[str, Any], metadata: Metadata, *, strict: b
 
 
 def has_same_form(value: Any, entry: Any) -> bool:
-    """True when a live value and a stored entry are tensors of one shape and type, or no tensors both."""
+    """True if live value and stored entry are tensors with the same shape and dtype, or if neither is a tensor."""
     if isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
         return bool(value.shape == entry.size and value.dtype == entry.properties.dtype)
     return not isinstance(value, torch.Tensor) and not isinstance(entry, TensorStorageMetadata)
 
 
 def describe_live(value: Any) -> str:
-    """Say what a live value is, for a message."""
+    """Return shape and dtype of a live value, for a message."""
     return f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else "no tensor"
 
 
 def describe_stored(entry: Any) -> str:
-    """Say what a stored entry is, for a message."""
+    """Return shape and dtype of a stored entry, for a message."""
     if isinstance(entry, TensorStorageMetadata):
         return f"shape {tuple(entry.size)}, {entry.properties.dtype}"
     return "no tensor"

@@ -1,1 +1,1 @@
-"""Reading bytes that may be damaged or hostile: pickle, JSON and DCP metadata, without running code."""
+"""Parsers for untrusted bytes: pickle, JSON, ``torch.save`` archives, DCP metadata; they have limits and run no code."""

@@ -1,6 +1,7 @@
-"""The names, calls and object states that DCP's ``.metadata`` needs, and no others.
+"""A reader for the pickle in DCP's ``.metadata`` that allows only the names, calls and object states which it needs.
 
-Measured on torch 2.11 and 2.13 with AdamW, bfloat16, FSDP2, tensor parallelism, scalars, lists and empty shards: 14 names.
+14 names occur, as measured on torch 2.11 and 2.13 with AdamW, bfloat16, FSDP2, tensor parallelism, scalars, lists and empty
+shards.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from hyper_resume.checkpoint.parsing.pickle_subset import PickleSubset, shorten
 
-# What each class may hold, by exact type: bool is no int here, and a subclass of str is no str.
+# The fields of each class and their exact types: a bool is not accepted as an int, nor a subclass of str as a str.
 FIELDS: Final[Mapping[type, Mapping[str, tuple[type, ...]]]] = {
     Metadata: {
         "state_dict_metadata": (dict,),
@@ -52,7 +53,7 @@ FIELDS: Final[Mapping[type, Mapping[str, tuple[type, ...]]]] = {
         "transform_descriptors": (list, tuple, NoneType),
     },
 }
-# TensorProperties is the one class with a state of its own form.
+# TensorProperties is the only class whose state is a tuple, of these types.
 _PROPERTIES: Final = (torch.dtype, torch.layout, bool, _MEM_FORMAT_ENCODING, bool)
 
 _LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
@@ -70,7 +71,7 @@ _NAMES: Final[Mapping[tuple[str, str], Any]] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
     ("pathlib", "PosixPath"): PosixPath,
-    # Python 3.13's name for it.
+    # Its name in Python 3.13.
     ("pathlib._local", "PosixPath"): PosixPath,
 }
 _IN_TUPLES: Final = frozenset((str, int, bool, NoneType, torch.dtype, torch.layout, _MEM_FORMAT_ENCODING))
@@ -79,19 +80,19 @@ MAX_INTEGER: Final = 1 << 62
 
 
 class _Nested(tuple[Any, ...]):
-    """A tuple with tuples in it: the arguments of a call. It goes into no other tuple, so none is deeper than two."""
+    """A tuple that contains tuples, as the arguments of a call do. No tuple may contain it, so nesting ends at two levels."""
 
 
 class MetadataPickle(PickleSubset):
     """Reads the pickle in a ``.metadata`` file."""
 
     def find(self, module: str, name: str) -> Any:
-        """Return what is listed; nothing is imported."""
+        """Return the object for a listed name; nothing is imported."""
         found = _NAMES.get((module, name))
         return super().find(module, name) if found is None else found
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """Call one of the four constructors that are no classes with a state."""
+        """Call one of the four allowed functions, if the arguments have the expected types and values."""
         if function is torch.Size and len(arguments) == 1 and _are(arguments[0], int):
             if all(0 <= number <= MAX_INTEGER for number in arguments[0]):
                 return torch.Size(arguments[0])
@@ -108,17 +109,17 @@ class MetadataPickle(PickleSubset):
         )
 
     def make(self, kind: Any, arguments: tuple[Any, ...]) -> Any:
-        """Make an object of a listed class; its fields come with the state."""
+        """Create an empty object of a listed class; :meth:`build` sets its fields."""
         if isinstance(kind, type) and (kind in FIELDS or kind is TensorProperties) and arguments == ():
             return object.__new__(kind)
         raise self.refused(f"a new object of {shorten(kind)}")
 
     def build(self, instance: Any, state: Any) -> None:
-        """Set the fields: all that have no default, no other ones, each of its type, and only once."""
+        """Set the fields of an object, once; each must be a field of its class and have one of its types."""
         kind = type(instance)
         if kind is TensorProperties and not vars(instance) and type(state) is tuple:
             if tuple(map(type, state)) == _PROPERTIES:
-                # Its own method: dataclass fields are not in the order of any state.
+                # By its own method, because the order in the tuple is not that of the dataclass fields.
                 instance.__setstate__(state)
                 return
         elif kind in FIELDS and type(state) is dict and not vars(instance):
@@ -133,12 +134,12 @@ class MetadataPickle(PickleSubset):
         raise self.refused(f"a state that a {kind.__name__} does not have")
 
     def check_key(self, key: Any) -> None:
-        """Allow text, and an index whose fields are set."""
+        """Allow text, and a MetadataIndex whose fields are set."""
         if type(key) is not str and not (type(key) is MetadataIndex and "fqn" in vars(key)):
             raise self.refused(f"a key of a dict that is {shorten(key)}")
 
     def check_item(self, item: Any) -> None:
-        """Allow chunks, and text."""
+        """Allow chunks and text."""
         if type(item) is not ChunkStorageMetadata and type(item) is not str:
             raise self.refused(f"an item of a list that is {shorten(item)}")
 
@@ -154,7 +155,7 @@ class MetadataPickle(PickleSubset):
 
 
 def has_required_fields(instance: Any) -> bool:
-    """True when every field without a default is set; an object may have come without its state."""
+    """True if every field without a default is set; a pickle can create an object without setting its state."""
     return all(
         field.name in vars(instance) for field in dataclasses.fields(instance) if field.default is dataclasses.MISSING
     )

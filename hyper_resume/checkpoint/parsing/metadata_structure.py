@@ -1,7 +1,7 @@
-"""What DCP's description of a checkpoint must add up to, once it is decoded.
+"""Checks of decoded DCP metadata: chunks cover each tensor exactly once, and each entry has its own bytes of a file.
 
-A tensor whose chunks leave a hole would keep old values there, silently; two that overlap would make the result depend on
-the order of reading. Neither is anything that DCP writes.
+If chunks left a hole, the tensor would silently keep old values there. If they overlapped, the result would depend on the
+order of reading. DCP writes neither.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torch.distributed.checkpoint.metadata import (
 from hyper_resume.checkpoint.parsing.metadata_pickle import MAX_INTEGER, has_required_fields
 from hyper_resume.checkpoint.parsing.pickle_subset import PickleRefused, shorten
 
-# 2**6 corners a chunk. Parallelism splits along three dimensions at most.
+# This makes 2**6 corners per chunk. Parallelism splits along three dimensions at most.
 _MAX_SPLIT_DIMENSIONS = 6
 _MAX_NAME_BYTES = 255
-# Small parts may be shared by many entries, so their size is limited: torch goes to 64 dimensions.
+# Many entries can share one object, so the size of each object is limited. torch allows 64 dimensions.
 _MAX_DIMENSIONS = 64
 _MAX_PATH_PARTS = 64
 _MAX_TRANSFORMATIONS = 8
 
 
 def check_structure(metadata: Any) -> None:
-    """Hold the parts of the description against each other.
+    """Check that the parts of the metadata are consistent.
 
     Raises:
-        PickleRefused: they don't fit; the message names the entry.
+        PickleRefused: they are not; the message names the entry.
     """
     if type(metadata) is not Metadata or not has_required_fields(metadata) or metadata.storage_data is None:
         raise PickleRefused("no Metadata with its entries and their places")
@@ -79,7 +79,7 @@ def _check_side_parts(metadata: Metadata) -> None:
 
 
 def _check_places(places: dict[Any, Any]) -> None:
-    """Each place is inside a file of the directory, and no two share a byte."""
+    """Check that each location is in a file of the directory, and that no two share a byte."""
     spans: dict[str, list[tuple[int, int, str]]] = {}
     for index, place in places.items():
         if type(index) is not MetadataIndex:
@@ -88,7 +88,7 @@ def _check_places(places: dict[Any, Any]) -> None:
         if type(place) is not _StorageInfo or not has_required_fields(place):
             raise PickleRefused(f"entry {name}: its place is {shorten(place)}")
         if not (0 <= place.offset <= MAX_INTEGER and 0 <= place.length <= MAX_INTEGER):
-            raise PickleRefused(f"entry {name}: it stands at {place.offset} with {place.length} bytes")
+            raise PickleRefused(f"entry {name}: invalid location, offset {place.offset} with {place.length} bytes")
         transformations = place.transform_descriptors or ()
         if len(transformations) > _MAX_TRANSFORMATIONS or not all(type(text) is str for text in transformations):
             raise PickleRefused(f"entry {name}: a stream transformation that is no text")
@@ -105,27 +105,27 @@ def _check_places(places: dict[Any, Any]) -> None:
 
 
 def path_complaint(name: str) -> str:
-    """Return why ``name`` is no file inside the step directory, or in a directory just below; "" when it is."""
+    """Return why ``name`` is not a path to a file in the step directory or in a direct subdirectory; "" if it is one."""
     parts = name.split("/")
     if name.startswith("/"):
         return "an absolute path"
     if ".." in parts:
         return "a path that leads out of the checkpoint"
     if len(parts) > 2 or "" in parts or "." in parts or "\\" in name:
-        return "no plain path of a file"
+        return "not a plain path of a file"
     if not name.isprintable() or any(len(part.encode("utf-8", "replace")) > _MAX_NAME_BYTES for part in parts):
         return "a name that no file can have"
     return ""
 
 
 def _check_tensor(name: str, entry: TensorStorageMetadata, places: dict[Any, Any]) -> list[MetadataIndex]:
-    """Return what its chunks are called in ``places``."""
+    """Check a tensor entry and return the keys of its chunks in ``places``."""
     if not has_required_fields(entry) or not vars(entry.properties) or len(entry.size) > _MAX_DIMENSIONS:
         raise PickleRefused(f"entry {shorten(name)}: a tensor without its properties, or of too many dimensions")
     if not is_valid_size(entry.size, entry.properties.dtype):
         raise PickleRefused(f"entry {shorten(name)}: no tensor has so many elements")
     indexes, complaint = [], ""
-    # Entries may share one list of chunks. The walk is bounded all the same: the first chunk without a place ends it.
+    # Entries may share one list of chunks, but the loop is bounded: it ends at the first chunk without a location.
     for chunk in entry.chunks:
         if type(chunk) is not ChunkStorageMetadata or not has_required_fields(chunk):
             complaint = f"a chunk that is {shorten(chunk)}"
@@ -144,7 +144,7 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, places: dict[Any, Any
 
 
 def is_valid_size(size: torch.Size, dtype: torch.dtype) -> bool:
-    """Whether there can be a tensor of this shape: torch computes strides, and bytes, also where a dimension is 0."""
+    """True if torch can represent this shape; it computes strides and sizes even if a dimension is 0."""
     return math.prod(max(1, number) for number in size) * dtype.itemsize <= MAX_INTEGER
 
 
@@ -161,7 +161,7 @@ def _chunk_complaint(entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, 
 
 
 def box_complaint(size: torch.Size, chunk: ChunkStorageMetadata) -> str:
-    """Return how ``chunk`` is no part of a tensor of shape ``size``; "" when it is one."""
+    """Return why ``chunk`` is not a part of a tensor of shape ``size``; "" if it is one."""
     if not len(chunk.offsets) == len(chunk.sizes) == len(size):
         return "a chunk of another number of dimensions"
     if any(begin + most > whole for begin, most, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
@@ -170,11 +170,12 @@ def box_complaint(size: torch.Size, chunk: ChunkStorageMetadata) -> str:
 
 
 def cover_complaint(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> str:
-    """Return how ``chunks`` fail to cover a tensor of shape ``size`` exactly once; "" when they do.
+    """Return why ``chunks`` do not cover a tensor of shape ``size`` exactly once; "" if they do.
 
-    Corners are counted with a sign, minus one for each upper bound among its coordinates. The sum over all boxes is the
-    mixed derivative of "how many boxes lie here", which determines that number, so it equals the whole tensor's own corners
-    exactly when each element lies in one chunk. That takes one pass, where comparing chunks in pairs would take n squared.
+    Method: each box contributes its corners with a sign, which is negative if the corner has an odd number of upper bounds
+    among its coordinates. The sum over all boxes is the mixed difference of the function "number of boxes that contain this
+    element" and determines that function. So the sum equals the corners of the whole tensor if and only if every element is
+    in exactly one chunk. This takes one pass, while comparing all pairs of chunks would take quadratic time.
     """
     if 0 in size:
         return ""

@@ -1,8 +1,8 @@
-"""A pickle reader that knows only what data needs: it imports nothing, and a subclass says what may be called.
+"""A pickle reader for a small subset of opcodes. It imports nothing; a subclass decides which names and calls are allowed.
 
-``pickle`` runs whatever a file names. This machine reads the few opcodes that occur in DCP's metadata and in ``torch.save``
-archives, and hands every name, call and object state to a method that refuses unless a subclass allows it. It allocates in
-proportion to the bytes that are really there: no declared length is believed, and nothing is computed twice over by sharing.
+``pickle`` calls whatever a file names. This reader knows only the opcodes that occur in DCP's metadata and in ``torch.save``
+archives. It passes every name, call and object state to a method, which refuses it unless a subclass allows it. Memory and
+time are proportional to the number of bytes: declared lengths are checked against the data.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-# Each container takes at least so many bytes in a genuine file. A file of nothing but empty dicts takes 64 times its size.
+# In a genuine file each container takes at least this many bytes. Without a limit, a file of empty dicts would take 64 times
+# its size in memory.
 _BYTES_PER_CONTAINER = 4
 _CONTAINERS_AT_LEAST = 1000
 # DCP nests 5 deep, a training state some 10.
@@ -19,11 +20,11 @@ _MAX_OPEN_MARKS = 200
 
 
 class PickleRefused(ValueError):
-    """The pickle holds something that is not read; the message says what."""
+    """The pickle holds something that is not allowed; the message says what."""
 
 
 def shorten(value: object) -> str:
-    """Return ``repr(value)`` of a short text or number, else its type: a hostile value may have a repr without end."""
+    """Return ``repr(value)`` of a text or number, shortened, otherwise its type: the repr of a hostile value may be endless."""
     if isinstance(value, str):
         return repr(value if len(value) <= 80 else value[:77] + "...")
     if type(value) in (int, bool, float, type(None)):
@@ -33,10 +34,10 @@ def shorten(value: object) -> str:
 
 
 class PickleSubset:
-    """Reads one pickle from bytes. Subclasses allow; here everything but plain values is refused."""
+    """Reads one pickle from bytes. This base class refuses everything but plain values; subclasses allow more."""
 
     def __init__(self, content: bytes) -> None:
-        """Take all bytes of the pickle."""
+        """Read nothing yet; ``content`` is the whole pickle."""
         self._content = content
         self._at = 0
         self._stack: list[Any] = []
@@ -49,7 +50,7 @@ class PickleSubset:
         """Return the one value of the pickle.
 
         Raises:
-            PickleRefused: it holds what is not allowed, is cut off, or is no pickle.
+            PickleRefused: it holds something that is not allowed, is truncated, or is not a pickle.
         """
         content, handlers = self._content, self._HANDLERS
         try:
@@ -64,17 +65,17 @@ class PickleSubset:
         except UnicodeDecodeError:
             raise self.refused("text that is not UTF-8") from None
         if self._at != len(content) or self._below or len(self._stack) != 1:
-            raise self.refused("something beside the one value")
+            raise self.refused("something in addition to the one value")
         return self._stack[0]
 
     def refused(self, what: str) -> PickleRefused:
-        """Return the error about ``what``, telling the place."""
+        """Return the error for ``what``, with the current position."""
         return PickleRefused(f"{what}, at byte {max(0, self._at - 1)} of {len(self._content)}")
 
     # ---- what a subclass allows -------------------------------------------------------------------------------------
 
     def find(self, module: str, name: str) -> Any:
-        """Return what stands for a name."""
+        """Return the object for a name."""
         raise self.refused(f"the name {shorten(f'{module}.{name}')}, which is not on the list")
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
@@ -90,16 +91,16 @@ class PickleSubset:
         raise self.refused(f"a state for {shorten(instance)}")
 
     def persistent(self, key: Any) -> Any:
-        """Return what is stored beside the pickle."""
+        """Return the object for a persistent id (data that is stored outside the pickle)."""
         raise self.refused("a reference to something outside the pickle")
 
     def check_key(self, key: Any) -> None:
-        """Allow a key of a dict; called before it is hashed."""
+        """Return if the key of a dict is allowed, raise otherwise; called before it is hashed."""
         if type(key) is not str:
             raise self.refused(f"a key of a dict that is {shorten(key)}")
 
     def check_item(self, item: Any) -> None:
-        """Allow an item of a list."""
+        """Return if the item of a list is allowed, raise otherwise."""
 
     def make_tuple(self, items: list[Any]) -> tuple[Any, ...]:
         """Return the items as a tuple."""
@@ -177,7 +178,7 @@ class PickleSubset:
         self._memo.append(self._stack[-1])
 
     def _put(self, size: int) -> None:
-        # A pickler counts up; an index out of the blue would only be there to make the memo grow.
+        # A pickler numbers the memo entries in order. Any other index could only be meant to make the memo grow.
         if int.from_bytes(self._take(size), "little") != len(self._memo):
             raise self.refused("a memo index out of order")
         self._memo.append(self._stack[-1])

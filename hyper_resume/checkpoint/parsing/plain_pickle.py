@@ -1,8 +1,7 @@
-"""Lets a pickle of tensors and plain values pass to ``torch.load(weights_only=True)``, or refuses it.
+"""Checks a pickle of tensors and plain values before ``torch.load(weights_only=True)`` may read it.
 
-``weights_only`` keeps code from being called, but not memory and time from being used up: ``bytearray(10**12)`` and a dict
-whose key is a tuple of tuples 60 levels deep are within its rules. So an archive is walked through before, with stand-ins in
-place of tensors.
+``weights_only`` prevents calls of arbitrary code, but not the exhaustion of memory and time: it accepts ``bytearray(10**12)``,
+and a dict whose key is a tuple of tuples 60 levels deep. So the pickle is read here first, with placeholders for tensors.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import torch
 from hyper_resume.checkpoint.parsing.pickle_subset import PickleRefused, PickleSubset, shorten
 
 _MAX_NESTING = 100
-# A key is hashed as a whole, each time; the ones that we write are names and numbers.
+# A key is hashed as a whole each time. This library's keys are names and numbers.
 _MAX_IN_KEY = 1000
-# Shared parts count as often as they are referred to, so that nobody walks through more than the file could hold.
+# Shared parts count once per reference, so that walking through the value takes time in proportion to the file's size.
 _NODES_PER_BYTE = 8
 
 _DTYPES: Final = frozenset(f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype))
@@ -50,34 +49,34 @@ _HASHABLE: Final = (str, bytes, int, float, complex, bool, NoneType)
 
 
 class _Name:
-    """Stands for something that the pickle names."""
+    """Placeholder for an object that the pickle refers to by name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class _Opaque:
-    """Stands for a tensor, a storage, a device."""
+    """Placeholder for a tensor or a storage."""
 
 
 class PlainPickle(PickleSubset):
-    """Walks through the pickle in a ``torch.save`` archive. What it returns has the form of the value, not the tensors."""
+    """Reads the pickle of a ``torch.save`` archive; the result has the value's structure, with placeholders for tensors."""
 
     def check(self) -> None:
-        """Walk through all of it.
+        """Read the whole pickle and check the value.
 
         Raises:
-            PickleRefused: it holds something that is not read, or unfolds to more than its bytes.
+            PickleRefused: it holds something that is not allowed, or its value is out of proportion to its size in bytes.
         """
         self._check_unfolded(self.read())
 
     def find(self, module: str, name: str) -> Any:
-        """Return a stand-in for what is listed."""
+        """Return a placeholder for a listed name."""
         full = f"{module}.{name}"
         return _Name(full) if full in _VALUES or full in _CALLS else super().find(module, name)
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return what the call would, or a stand-in, when the arguments are such as ``torch.save`` writes."""
+        """Return the result of the call or a placeholder, if the arguments are such as ``torch.save`` writes."""
         name = function.name if isinstance(function, _Name) else ""
         kinds = tuple(map(type, arguments))
         if name in _REBUILD or (name == _REBUILD_SUBCLASS and getattr(arguments[0], "name", "") in _REBUILD):
@@ -92,7 +91,7 @@ class PlainPickle(PickleSubset):
             return tuple(arguments[0])
         if name == "__builtin__.complex" and kinds == (float, float):
             return complex(*arguments)
-        # Any other encoding would be looked for among modules.
+        # Only this encoding: Python would search modules for an unknown one.
         if name == "_codecs.encode" and kinds == (str, str) and arguments[1] == "latin1":
             return arguments[0].encode("latin1", "replace")
         if name == "torch.Size" and kinds == (tuple,) and all(type(number) is int for number in arguments[0]):
@@ -102,18 +101,18 @@ class PlainPickle(PickleSubset):
         raise self.refused(f"a call of {shorten(name or function)} that torch.save does not write")
 
     def build(self, instance: Any, state: Any) -> None:
-        """Pass over the attributes that a dict of ``state_dict()`` has."""
+        """Ignore the attributes that a ``state_dict()`` has in addition to its items."""
         if type(instance) is not dict or type(state) is not dict:
             super().build(instance, state)
 
     def persistent(self, key: Any) -> Any:
-        """Return a stand-in for a storage; ``torch`` holds its size against the archive's record."""
+        """Return a placeholder for a storage; ``torch`` compares its size with the archive's record."""
         if type(key) is not tuple or tuple(map(type, key)) != (str, _Name, str, str, int) or key[0] != "storage":
             super().persistent(key)
         return _Opaque()
 
     def check_key(self, key: Any) -> None:
-        """Allow plain values and tuples of them, of a size that can be hashed at once."""
+        """Allow plain values, and tuples of them up to a size that is hashed quickly."""
         pending, count = [key], 0
         while pending:
             part = pending.pop()

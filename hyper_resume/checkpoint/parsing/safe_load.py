@@ -1,8 +1,8 @@
-"""Reading what a checkpoint holds without believing it: its description, where its files are, its values.
+"""Safe decoding of ``.metadata`` and of ``torch.save`` archives, and safe resolution of the paths that the metadata names.
 
-Nothing here runs code of a checkpoint. A name in it stands for one of a few listed classes or for nothing (see
-:mod:`hyper_resume.checkpoint.parsing.metadata_pickle`), and ``torch.load(weights_only=True)`` gets to see only what was walked
-through before (:mod:`hyper_resume.checkpoint.parsing.plain_pickle`). Memory and time grow with the bytes that are really there.
+No code from a checkpoint is run. Names in ``.metadata`` must be on a short list (see
+:mod:`hyper_resume.checkpoint.parsing.metadata_pickle`), and ``torch.load(weights_only=True)`` gets only archives that were
+checked before (see :mod:`hyper_resume.checkpoint.parsing.plain_pickle`). Memory and time are proportional to the file's size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hyper_resume.checkpoint.parsing.plain_pickle import PlainPickle
 from hyper_resume.errors import CheckpointMismatchError, describe
 
 MAX_METADATA_BYTES = 256 << 20
-"""Largest pickle that is read, in bytes; room for some 3 million chunks."""
+"""Largest pickle that is read, in bytes; enough for about 3 million chunks."""
 
 _MAX_DIRECTORY_BYTES = 64 << 20
 _END_OF_ARCHIVE = struct.Struct("<4s4H2LH")
@@ -32,15 +32,15 @@ _DO = "restore the file from a copy, or resume from another checkpoint"
 
 
 def load_metadata(content: bytes, where: str) -> Metadata:
-    """Decode DCP's ``.metadata`` and hold its parts against each other.
+    """Decode DCP's ``.metadata`` and check that its parts are consistent.
 
     Args:
-        content: all of the file.
+        content: the whole file.
         where: the path, for messages.
 
     Raises:
-        CheckpointMismatchError: it holds anything else than a description of tensors and values; a path leads out of the
-            checkpoint; chunks overlap or leave a hole.
+        CheckpointMismatchError: it holds anything but metadata of tensors and values; a path leads out of the checkpoint;
+            chunks overlap or leave a hole.
     """
     try:
         if len(content) > MAX_METADATA_BYTES:
@@ -61,14 +61,14 @@ def load_metadata(content: bytes, where: str) -> Metadata:
 
 
 def check_contained(directory: Path, name: str) -> Path:
-    """Return ``directory / name`` if that is a regular file of the checkpoint, reached through no link.
+    """Return ``directory / name`` if that is a regular file of the checkpoint and no part of the path is a link.
 
     Args:
         directory: the step directory.
-        name: a path as the metadata gives it: a file, or a file in a directory just below.
+        name: a path from the metadata: a file, or a file in a direct subdirectory.
 
     Raises:
-        CheckpointMismatchError: it is elsewhere, missing, a link, or no regular file.
+        CheckpointMismatchError: it is outside the directory, missing, a link, or not a regular file.
     """
     complaint = path_complaint(name)
     if complaint:
@@ -84,15 +84,15 @@ def check_contained(directory: Path, name: str) -> Path:
         if stat.S_ISLNK(mode):
             raise _not_contained(str(path), "a link")
         if not (stat.S_ISREG(mode) if is_last else stat.S_ISDIR(mode)):
-            raise _not_contained(str(path), "no regular file" if is_last else "no directory")
+            raise _not_contained(str(path), "not a regular file" if is_last else "not a directory")
     return path
 
 
 def check_file_sizes(directory: Path, metadata: Metadata) -> None:
-    """Hold the sizes of the files against the metadata, so that a torn file is found before live tensors are written.
+    """Compare the sizes of the files with the metadata, so that a truncated file is found before live tensors are written.
 
     Raises:
-        CheckpointMismatchError: names the first file that is missing, too short, or no file of the checkpoint.
+        CheckpointMismatchError: names the first file that is missing, too short, or not a file of the checkpoint.
     """
     needed: dict[str, int] = {}
     for place in (metadata.storage_data or {}).values():
@@ -106,14 +106,14 @@ def check_file_sizes(directory: Path, metadata: Metadata) -> None:
 
 
 def load_plain(content: bytes | bytearray | memoryview | BinaryIO, where: str) -> Any:
-    """Decode a ``torch.save`` archive of tensors and plain values; tensors come to the CPU.
+    """Decode a ``torch.save`` archive of tensors and plain values; tensors are loaded to the CPU.
 
     Args:
-        content: the archive, or a seekable file that holds it and nothing else.
+        content: the archive, or a seekable file that holds only the archive.
         where: path and entry, for messages.
 
     Raises:
-        CheckpointMismatchError: it is damaged, holds anything else, or would unfold to more than its bytes.
+        CheckpointMismatchError: it is damaged, holds anything else, or would take far more memory than its size.
     """
     file: Any = io.BytesIO(content) if isinstance(content, (bytes, bytearray, memoryview)) else content
     try:
@@ -133,10 +133,10 @@ def load_plain(content: bytes | bytearray | memoryview | BinaryIO, where: str) -
 
 
 def error_text(error: BaseException) -> str:
-    """Return the class and message of a failed decoding, short.
+    """Return class and message of a decoding error, shortened.
 
-    Of torch's refusal to run code only the reason is kept: its message also advises ``weights_only=False``, which is exactly
-    what nobody should do with a file that was refused.
+    torch's message for a refused file also advises ``weights_only=False``, which would run the code in it. That part is left
+    out.
     """
     if isinstance(error, PickleRefused):
         return str(error)
@@ -147,7 +147,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _read_pickle(file: Any) -> bytes:
-    """Return the archive's pickle, once the archive is known to take no more room unpacked than packed."""
+    """Return the archive's pickle, after checking that the archive is not compressed."""
     size = file.seek(0, io.SEEK_END)
     _check_end(file, size)
     with zipfile.ZipFile(file) as archive:
@@ -161,7 +161,7 @@ def _read_pickle(file: Any) -> bytes:
 
 
 def _check_end(file: Any, size: int) -> None:
-    """The archive ends where its data end, without a comment: then all readers of archives find the same directory."""
+    """Check that the archive has no comment and nothing before or after it, so that every zip reader finds the same files."""
     if size < _END_OF_ARCHIVE.size:
         raise PickleRefused(f"{size} bytes, too few for an archive")
     file.seek(size - _END_OF_ARCHIVE.size)
@@ -198,9 +198,9 @@ def _check_members(members: list[zipfile.ZipInfo], size: int) -> None:
 def _not_contained(where: str, found: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         describe(
-            "a path in the checkpoint's metadata is no file of the checkpoint",
+            "a path in the checkpoint's metadata is not a file of the checkpoint",
             where=where,
-            expected="a regular file in the step directory, without links on the way",
+            expected="a regular file in the step directory, without links in its path",
             found=found,
             do="resume from another checkpoint, and find out who wrote this one",
         )
@@ -209,7 +209,9 @@ def _not_contained(where: str, found: str) -> CheckpointMismatchError:
 
 def _not_whole(path: Path, expected: str, found: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        describe("a shard file of the checkpoint is not whole", where=str(path), expected=expected, found=found, do=_DO)
+        describe(
+            "a shard file of the checkpoint is incomplete", where=str(path), expected=expected, found=found, do=_DO
+        )
     )
 
 

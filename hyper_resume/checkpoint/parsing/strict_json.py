@@ -1,4 +1,4 @@
-"""Strict reading of JSON that may be damaged or hostile: one form only, limits on all that can grow."""
+"""A strict reader for JSON that may be damaged or hostile: fixed keys and types, and limits on everything that can grow."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-# No number in our files is larger, and Python integers of any length would be.
+# No number in this library's files is larger; Python would accept integers of any length.
 _MAX_INTEGER = 1 << 62
 _MAX_TEXT = 4096
 
 
 class JsonFormatError(ValueError):
-    """It is not of the form that was asked for; the message says where."""
+    """The JSON does not have the expected keys, types or values; the message says where."""
 
 
 def parse_json(content: bytes) -> Any:
     """Parse strict JSON: UTF-8, no key twice, no NaN.
 
     Raises:
-        JsonFormatError: it is something else, or nested too deep.
+        JsonFormatError: it is not such JSON, or is nested too deep.
     """
     try:
         return json.loads(content.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
@@ -34,7 +34,7 @@ def parse_json(content: bytes) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise JsonFormatError("a key stands twice in one object")
+        raise JsonFormatError("a key occurs twice in one object")
     return found
 
 
@@ -46,7 +46,7 @@ class JsonObject:
     """An object that must have certain keys, each of one type."""
 
     def __init__(self, value: Any, where: str = "") -> None:
-        """Take what was parsed; ``where`` is the path to it, for messages."""
+        """Wrap a parsed value; ``where`` is the path to it, for messages."""
         if not isinstance(value, dict):
             raise JsonFormatError(f"{where or 'the whole'}: expected an object, found {type(value).__name__}")
         self.value: dict[str, Any] = value
@@ -56,18 +56,18 @@ class JsonObject:
         """Refuse keys that are not among ``known``."""
         others = sorted(set(self.value) - set(known))
         if others:
-            # As it would stand in a program: it may be anything.
+            # Escaped to ASCII, because the key may contain any characters.
             raise JsonFormatError(f"{self._path(ascii(others[0][:80])[1:-1])}: not a key of this form")
 
     def text(self, key: str, *, pattern: re.Pattern[str] | None = None) -> str:
-        """Return a short text."""
+        """Return a text of at most 4,096 characters that matches ``pattern``."""
         found = self._get(key, str)
         if len(found) > _MAX_TEXT or (pattern is not None and not pattern.fullmatch(found)):
             raise JsonFormatError(f"{self._path(key)}: not such a text: {found[:80]!r}")
         return str(found)
 
     def integer(self, key: str, *, least: int | None = None) -> int:
-        """Return a whole number of at most 2**62."""
+        """Return an integer of at most 2**62 and at least ``least``."""
         found: int = self._get(key, int)
         if abs(found) > _MAX_INTEGER or (least is not None and found < least):
             raise JsonFormatError(f"{self._path(key)}: out of range")
@@ -89,18 +89,18 @@ class JsonObject:
         return list(found)
 
     def child(self, key: str) -> JsonObject:
-        """Return an object within this one."""
+        """Return the nested object under ``key``."""
         return JsonObject(self._get(key, dict), self._path(key))
 
     def keys_of(self, key: str) -> Sequence[str]:
-        """Return the keys of an object within this one."""
+        """Return the keys of the nested object under ``key``."""
         return list(self.child(key).value)
 
     def _get(self, key: str, kind: type) -> Any:
         if key not in self.value:
             raise JsonFormatError(f"{self._path(key)}: missing")
         found = self.value[key]
-        # bool is an int to Python.
+        # Not isinstance, because a bool is an int in Python.
         if type(found) is not kind:
             raise JsonFormatError(f"{self._path(key)}: expected {kind.__name__}, found {type(found).__name__}")
         return found

@@ -1,1 +1,1 @@
-"""A save on its way: each rank's contribution, its shard file, the commit, the root that a run writes to."""
+"""The steps of a save: lock the root, copy and digest the state, plan, write each rank's shard file, commit, report."""

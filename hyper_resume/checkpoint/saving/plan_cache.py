@@ -1,8 +1,8 @@
-"""What one save leaves for the next: the plan, and where everything stands in the files, as long as the layout is the same.
+"""A cache of DCP's save plan and of the entries' locations in the files, reused while the layout of the state is unchanged.
 
-The layout is compared entry by entry at every save, on every rank; one rank that has another one makes all plan anew. Only
-places are kept, never data. torch's own cache of plans lives in the class, and is found by the planner's name: two jobs'
-states in one process get each other's.
+Every rank compares the layout entry by entry at every save. If it differs on one rank, all ranks plan anew. The cache holds
+locations, never data. torch's own plan cache is a class attribute that is keyed by the planner's name, so two jobs in one
+process would share it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Layout = tuple[tuple[Any, ...], ...]
 
 
 def payload_layout(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> Layout:
-    """Return all of a flattened payload that a plan depends on; ``paths`` lead to the entries in the payload."""
+    """Return everything in a flattened payload that a plan depends on; ``paths``: entry name -> its keys in the payload."""
     return tuple((name, paths[name], *_kind(value)) for name, value in flat.items())
 
 
@@ -41,20 +41,20 @@ def _kind(value: Any) -> tuple[Any, ...]:
 
 
 class PlanCache:
-    """Of one checkpointer on one rank. :meth:`forget` it after a save that failed, on every rank.
+    """The cache of one checkpointer on one rank. After a failed save, every rank must call :meth:`forget`.
 
     Attributes:
-        plan: this rank's part, as DCP finished it.
-        metadata: rank 0: DCP's description without the places.
-        contents: rank 0: the files that describe the step directory, when places and layout are as they were.
+        plan: this rank's final plan.
+        metadata: rank 0 only: DCP's metadata without the locations.
+        contents: rank 0 only: the content of ``.metadata`` (as a template) and of the index at the last save.
     """
 
     def __init__(self) -> None:
-        """Know nothing."""
+        """Create an empty cache."""
         self.forget()
 
     def forget(self) -> None:
-        """Plan anew the next time."""
+        """Empty the cache, so that the next save plans anew."""
         self._layout: Layout | None = None
         self.plan: SavePlan | None = None
         self.metadata: Metadata | None = None
@@ -63,43 +63,49 @@ class PlanCache:
         self.contents: tuple[MetadataTemplate, bytes] | None = None
 
     def has_layout(self, layout: Layout) -> bool:
-        """True when this rank's part of the last save was laid out so."""
+        """True when this rank's payload had this layout at the last save."""
         return self.plan is not None and self._layout == layout
 
     def store(self, layout: Layout, plan: SavePlan, metadata: Metadata | None) -> None:
-        """Keep what all ranks have agreed on."""
+        """Store the plan of this rank and the metadata that all ranks planned together."""
         self.forget()
         self._layout, self.plan, self.metadata = layout, plan, metadata
 
     def update_locations(self, written: Sequence[tuple[WriteItem, int, int]]) -> bool:
-        """Take where this rank's entries stand now; True when that is where they stood in the last save."""
+        """Store the locations of this rank's entries; True when they are the same as at the last save."""
         places = [(item.index, offset, length) for item, offset, length in written]
         is_same = self._places == places
         self._places = places
         return is_same
 
-    def expand_results(self, standing: list[WriteResult]) -> list[WriteResult]:
-        """Return what the one result that stands for all of a rank stands for."""
-        return self._results[standing[0].index] if standing else standing
+    def expand_results(self, summary: list[WriteResult]) -> list[WriteResult]:
+        """Return the write results of the last save for which ``summary``, the first of them, stands."""
+        return self._results[summary[0].index] if summary else summary
 
     def store_results(self, of_ranks: Sequence[list[WriteResult]], contents: tuple[MetadataTemplate, bytes]) -> None:
-        """Keep what each rank's write returned, by the entry that comes first, and the files that tell of it."""
+        """Store each rank's write results, by the rank's first entry, and the contents of the metadata files."""
         self._results = {results[0].index: results for results in of_ranks if results}
         self.contents = contents
 
 
 class _EmptyWhenPickled(Metadata):
-    """DCP sends the description to every rank when a save has ended, and no rank looks at it: an empty one travels."""
+    """Metadata that pickles as an empty one: DCP sends it to every rank at the end of a save, and no rank uses it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Metadata, ({},)
 
 
 class CachingPlanner(DefaultSavePlanner):
-    """Plans as DCP does, or not at all where every rank's layout is the one of the last save."""
+    """A save planner that reuses the cached plan, or plans as DCP does.
+
+    Args:
+        cache: where the plan is stored.
+        layout: the layout of this rank's payload.
+        reuse: use the cached plan; only if every rank's layout is the cached one.
+    """
 
     def __init__(self, cache: PlanCache, layout: Layout, *, reuse: bool) -> None:
-        """Use ``cache``, whose layout is ``layout`` on every rank when ``reuse``."""
+        """Plan nothing yet."""
         super().__init__()
         self._cache, self._layout, self._reuse = cache, layout, reuse
         self._metadata: Metadata | None = None
@@ -107,12 +113,12 @@ class CachingPlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take what is to be saved."""
+        """Flatten the state; the first call that DCP makes."""
         self.state_dict, self.mappings = flatten(state_dict)
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Plan this rank's part."""
+        """Return the items that this rank offers to write."""
         if self._reuse:
             return SavePlan([])
         items = planning.local_write_items(self.state_dict, is_coordinator=self.is_coordinator)
@@ -120,9 +126,9 @@ class CachingPlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Put the parts together; on rank 0."""
+        """Combine the plans of all ranks; called on rank 0."""
         if self._reuse:
-            assert self._cache.metadata is not None  # kept with the plan
+            assert self._cache.metadata is not None  # stored with the plan
             return all_plans, self._cache.metadata
         alone = planning.single_rank_metadata(all_plans)
         plans, metadata = (all_plans, alone) if alone is not None else super().create_global_plan(all_plans)
@@ -131,16 +137,16 @@ class CachingPlanner(DefaultSavePlanner):
         return plans, self._metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return what this rank writes."""
+        """Return this rank's final plan."""
         if self._reuse:
-            assert self._cache.plan is not None  # it knows the layout
+            assert self._cache.plan is not None  # has_layout was true
             return dataclasses.replace(self._cache.plan, storage_data=new_plan.storage_data)
         plan = super().finish_plan(new_plan)
         self._cache.store(self._layout, plan, self._metadata)
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return what an item writes: a tensor, or the archive of anything else."""
+        """Return the data of an item: a tensor, or the serialised bytes of any other value."""
         if write_item.type == WriteItemType.TENSOR:
             value = self.state_dict[write_item.index.fqn]
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
@@ -148,7 +154,7 @@ class CachingPlanner(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
     def lookup_object(self, index: Any) -> Any:
-        """Return an entry's value; this rank's part of a sharded one."""
+        """Return an entry's value; for a sharded tensor, this rank's part."""
         value = self.state_dict[index.fqn]
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             return value
@@ -156,10 +162,10 @@ class CachingPlanner(DefaultSavePlanner):
 
 
 class MetadataTemplate:
-    """The pickle of a description in which the save's own id and directory can be replaced."""
+    """A pickled ``Metadata`` in which the save id and the directory can be replaced, without pickling it again."""
 
     def __init__(self, metadata: Metadata) -> None:
-        """Pickle it, with marks for the two texts. Protocol 2, because its texts stand alone: later ones count frames."""
+        """Pickle ``metadata`` with two placeholders. Protocol 2 has no frames whose lengths would change with the texts."""
         self._marks = uuid.uuid4().hex, uuid.uuid4().hex
         about = StorageMeta(checkpoint_id=self._marks[0], save_id=self._marks[1])
         content = pickle.dumps(dataclasses.replace(metadata, storage_meta=about), protocol=2)
@@ -170,12 +176,12 @@ class MetadataTemplate:
         self._parts.append(content)
 
     def for_save(self, directory: str, save_id: str) -> tuple[bytes, ...]:
-        """Return the pickle for one save, in pieces: of a thousand ranks it is too large to be put together for nothing."""
+        """Return the pickle for one save, in pieces, because joining them would copy many megabytes in a large job."""
         first, second, rest = self._parts
         return first, _text(directory), second, _text(save_id), rest
 
 
 def _text(text: str) -> bytes:
-    """A text as protocol 2 pickles it."""
+    """Return a text as pickle protocol 2 encodes it."""
     content = text.encode("utf-8", "surrogatepass")
     return b"X" + len(content).to_bytes(4, "little") + content

@@ -1,6 +1,6 @@
-"""The plan of a save, as ``torch.distributed.checkpoint`` makes it, without what whole tensors and a single rank do not need.
+"""Save plans that equal those of ``torch.distributed.checkpoint``, with short cuts for whole tensors and for a single rank.
 
-What is equal is one object here (properties, shapes), which a pickle writes once.
+Equal properties and shapes share one object, which a pickle then writes only once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-# What is one of these and nothing more is written whole.
+# Exactly these types (no subclass) are written whole.
 _WHOLE = (torch.Tensor, torch.nn.Parameter)
 
 
 def local_write_items(flat: Mapping[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
-    """Return what this rank offers to write of a flat state."""
+    """Return the items that this rank offers to write from a flattened state."""
     kinds: dict[Any, TensorWriteData] = {}
     properties: dict[Any, TensorProperties] = {}
     items: list[WriteItem] = []
@@ -36,10 +36,10 @@ def local_write_items(flat: Mapping[str, Any], *, is_coordinator: bool) -> list[
         kind = value.dtype, value.layout, value.requires_grad, value.is_pinned()
         data = kinds.get((kind, value.shape))
         if data is None:
-            # Those that differ in shape alone have the same.
+            # Tensors that differ only in shape share their properties.
             own = properties.setdefault(kind, TensorProperties.create_from_tensor(value))
             data = kinds[kind, value.shape] = _whole(value.size(), own)
-        # The place in the list of chunks is a hint that does not count when indices are compared.
+        # The index in the list of chunks is only a hint: it is ignored when indices are compared.
         index = MetadataIndex(name, data.chunk.offsets, 0)
         items.append(WriteItem(index=index, type=WriteItemType.TENSOR, tensor_data=data))
     return items
@@ -51,9 +51,9 @@ def _whole(size: torch.Size, properties: TensorProperties) -> TensorWriteData:
 
 
 def single_rank_metadata(plans: Sequence[SavePlan]) -> Metadata | None:
-    """Return the description of a save by one rank alone that shards nothing; None for any other.
+    """Return the metadata of a save by a single rank without sharded tensors; None for any other save.
 
-    Any other DCP has to put together; here is no second copy to be left out of the plan, no hole and no overlap.
+    Such a save has no duplicates to remove and no chunks to combine, so DCP's general method is not needed.
     """
     if len(plans) != 1 or any(item.type == WriteItemType.SHARD for item in plans[0].items):
         return None

@@ -1,4 +1,4 @@
-"""One save on its way: what the manifest will say of it, how far it has come, and its publication."""
+"""One save in progress: its state, its draft manifest, the commit, the pointer, and the deletion of outdated saves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SaveInProgress:
-    """One save: where it is staged, where it will stand, and what rank 0 knows of the root."""
+    """One save in progress.
+
+    Attributes:
+        staging: the staging directory; its name is the save id.
+        target: the step directory that the commit creates.
+        global_step: finished optimizer steps.
+        ordinal: number of the save within its root.
+        ancestors: the saves that this one continues.
+        listeners: called with every event.
+        started: ``time.perf_counter()`` at the call of ``save``.
+    """
 
     staging: Path
     target: Path
@@ -44,11 +54,11 @@ class SaveInProgress:
 
     @property
     def save_id(self) -> str:
-        """Unique to the save, and telling the step."""
+        """An id that no other save has, and that contains the step."""
         return self.staging.name
 
     def report(self, state: Literal["staged", "written", "durable", "failed"]) -> None:
-        """Log it on rank 0, and tell the listeners; one that fails is logged, because the save goes on."""
+        """Log the state on rank 0 and call the listeners. An error of a listener is logged and does not stop the save."""
         seconds = time.perf_counter() - self.started
         if collective.rank() == 0:
             level = logging.ERROR if state == "failed" else logging.INFO
@@ -77,7 +87,7 @@ def draft_manifest(
     names: Mapping[str, Mapping[str, str]],
     metrics: Mapping[str, float],
 ) -> Manifest:
-    """Return the manifest as far as it is known before the shards are written."""
+    """Return the manifest without the shard files, which are not written yet."""
     return Manifest(
         step=save.global_step,
         attempt=save.save_id,
@@ -87,7 +97,7 @@ def draft_manifest(
         mesh=mesh,
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         versions={"hyper_resume": _own_version(), "torch": torch.__version__},
-        # A loss of NaN ranks nowhere, and JSON has no word for it.
+        # A NaN can't be ranked, and JSON can't hold it.
         metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
         files=dict(files),
         buckets=buckets,
@@ -103,7 +113,7 @@ def _own_version() -> str:
 
 
 def find_mesh(state: Any) -> Mesh | None:
-    """Return the mesh with the most dimensions among the sharded tensors of a nested state."""
+    """Return the mesh of the sharded tensors in a nested state, that with the most dimensions; None without such tensors."""
     found: Mesh | None = None
     for tensor in _sharded(state):
         mesh = tensor.device_mesh
@@ -124,10 +134,9 @@ def _sharded(state: Any) -> list[DTensor]:
 
 
 def end_save_process() -> None:
-    """End the process that saves in the background, if there is one; the next save starts another.
+    """Kill DCP's save process, if there is one; the next save starts a new one.
 
-    After a failure on any rank its process group is of no use: one that died is missing in it, and the others' collectives
-    have broken off. DCP itself would hand it every later save.
+    After a failure on any rank, the process group of the save processes is broken. DCP would use it for every later save.
     """
     found, _async_process_executor._CHECKPOINT_PROCESS = _async_process_executor._CHECKPOINT_PROCESS, None
     if found is not None:
@@ -136,15 +145,13 @@ def end_save_process() -> None:
 
 
 def commit(save: SaveInProgress, group: Any) -> Path | None:
-    """Make a written save count: barrier, then rank 0 commits.
-
-    The barrier keeps the commit off a checkpoint that some rank still writes.
+    """Commit a written save: 1. all ranks: barrier, because some rank may still be writing; 2. rank 0: commits.
 
     Returns:
-        on rank 0's word, an earlier copy of the step that :func:`delete_outdated` deletes.
+        the earlier copy of the step, which :func:`delete_outdated` deletes, or None; the same on all ranks.
 
     Raises:
-        OSError: it could not be committed.
+        OSError: the save could not be committed; on every rank.
     """
     collective.barrier(group)
     save.report("written")
@@ -152,9 +159,9 @@ def commit(save: SaveInProgress, group: Any) -> Path | None:
 
 
 def move_pointer_and_report(save: SaveInProgress, group: Any) -> None:
-    """After the commit, rank 0 moves the pointer, and all ranks tell of a durable save.
+    """After the commit: 1. rank 0: moves the pointer; 2. all ranks: report the save as durable.
 
-    Not before: whoever is told that a save is durable may count on LATEST meaning it after a crash.
+    In this order, because after a crash LATEST must mean a save that was reported as durable.
 
     Raises:
         CheckpointSaveError: the checkpoint is complete, but the pointer could not be moved.
@@ -166,7 +173,7 @@ def move_pointer_and_report(save: SaveInProgress, group: Any) -> None:
 def delete_outdated(
     save: SaveInProgress, aside: Path | None, keep: Retention, protected: tuple[Path, ...], group: Any
 ) -> None:
-    """After all that, rank 0 deletes what is outdated; no rank goes on before that is done."""
+    """After the save is durable, rank 0 deletes the replaced copy and the outdated saves; all ranks wait for it."""
 
     def on_rank_zero() -> None:
         if aside is not None:
@@ -188,13 +195,13 @@ def _move_pointer(target: Path, global_step: int) -> None:
                 "the checkpoint is complete, but the pointer could not be moved to it",
                 where=str(target.parent / layout.POINTER_NAME),
                 found=f"{type(error).__name__}: {error}",
-                do=f"mend the cause; checkpoint.restore_from={target} resumes from it meanwhile",
+                do=f"fix the cause; until then checkpoint.restore_from={target} resumes from it",
             )
         ) from error
 
 
 def _clear_outdated(keep: Retention, checkpoint_dir: Path, protected: tuple[Path, ...]) -> None:
-    """What can't be deleted costs space, not the save: it is told of, and tried again after the next one."""
+    """Delete outdated saves. An error costs disk space only: it is logged, and the next save tries again."""
     try:
         for gone in retention.prune(checkpoint_dir, retention.find_outdated(keep, checkpoint_dir, protected)):
             logger.info("Deleted outdated checkpoint: %s", gone)
@@ -203,7 +210,7 @@ def _clear_outdated(keep: Retention, checkpoint_dir: Path, protected: tuple[Path
 
 
 def add_save_identity(state: dict[str, Any], global_step: int) -> dict[str, Any]:
-    """Return ``state`` with rank, world size, step and format version in its training state, if it has one."""
+    """Return ``state`` with format version, rank, world size and step added to its training state, if it has one."""
     if extra.PAYLOAD_KEY not in state:
         return state
     mark = {
@@ -216,7 +223,7 @@ def add_save_identity(state: dict[str, Any], global_step: int) -> dict[str, Any]
 
 
 def save_error(path: str, error: BaseException) -> CheckpointSaveError:
-    """Return a failed save as this library's error; of DCP's, which gathers the ranks', the lowest rank's."""
+    """Return ``error`` as a CheckpointSaveError; of DCP's error, which holds those of all ranks, the lowest rank's."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     reason = failures[min(failures)][0] if failures else error
     where = f"{path}, rank {min(failures)}" if failures else path
@@ -225,7 +232,7 @@ def save_error(path: str, error: BaseException) -> CheckpointSaveError:
             "the checkpoint was not saved",
             where=where,
             found=f"{type(reason).__name__}: {reason}",
-            # A full disk reaches us as "unexpected pos" of torch's zip writer.
-            do="mend the cause (when writing failed: space, permissions); earlier checkpoints are untouched",
+            # torch's zip writer reports a full disk as "unexpected pos".
+            do="fix the cause (if a write failed: disk space, permissions); earlier checkpoints are unchanged",
         )
     )

@@ -1,4 +1,4 @@
-"""What one rank brings to a save beside its shard: digests of its state as it is at the call, and its training state's file."""
+"""What one rank prepares for a save: digests of its state, the copy to write in the background, its training state's file."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class RankContribution:
     """One rank's part of a save.
 
     Attributes:
-        written: the payload that goes through DCP; a copy for a save in a thread.
-        flat: the live payload's entries by name.
-        layout: what a plan for it depends on.
+        written: the payload that DCP writes; for a save in a thread, a copy.
+        flat: entry name -> value of the live payload.
+        layout: everything that the save plan depends on.
         names: bucket -> digest of the names of its entries.
-        buckets: bucket -> digest, as far as they are taken.
-        files: path below the step directory -> what the manifest says of a file that was written already.
+        buckets: bucket -> digest, for the buckets that are digested so far.
+        files: path below the step directory -> manifest entry, for the files that are written already.
     """
 
     written: dict[str, Any]
@@ -47,13 +47,13 @@ class RankContribution:
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     def digest_written(self, written: Mapping[str, WrittenTensor]) -> Mapping[str, str]:
-        """Take the digests of the live payload's buckets, from those of ``written`` where that is the live tensor's memory."""
+        """Digest the live payload's buckets. Reuses the digests in ``written`` of tensors that share memory with live ones."""
         return self.digest_payload(
             {name: found.data_digest for name, found in written.items() if _is_live(found.tensor, self.flat.get(name))}
         )
 
     def digest_payload(self, known: Mapping[str, bytes] = MappingProxyType({})) -> Mapping[str, str]:
-        """Take the digests of the live payload's buckets; ``known`` are those of its tensors' bytes that need not be taken."""
+        """Digest the live payload's buckets; ``known``: entry name -> digest of the tensor's bytes, if computed already."""
         found = bucket_digests(self.flat, known=known)
         self.buckets.update(found)
         return found
@@ -64,7 +64,7 @@ def _is_live(written: torch.Tensor, live: Any) -> bool:
         live = live.to_local()
     return (
         isinstance(live, torch.Tensor)
-        # What was written of another device's is a copy of it, which the digest is to be held against.
+        # Of a tensor on a device, a copy was written. Its digest would not show an error of that copy.
         and written.is_cpu
         and written.data_ptr() == live.data_ptr()
         and (written.dtype, written.shape, written.device) == (live.dtype, live.shape, live.device)
@@ -81,27 +81,27 @@ def prepare(
     *,
     per_rank: bool,
 ) -> RankContribution:
-    """Digest the state as it is now and write this rank's training state; in this process alone.
+    """Digest the current state and write this rank's training state; without collectives.
 
-    For a save in a thread the state is copied now, and digested while it is. Of one that is waited for the payload's digests
-    are left to whoever writes it, of the same live state, which nobody changes meanwhile.
+    For a save in a thread, the state is copied and digested in one pass. For a synchronous save, the shard writer digests the
+    payload while it writes, because the live state does not change meanwhile.
 
     Args:
-        attempt: the save.
-        payload: what goes through DCP, without the training state.
-        training_state: this rank's; None without one.
-        how: the save is waited for, or written in a thread, or in a process of its own.
-        stager: copies for a save in a thread.
-        per_rank: whether each rank's training state is a file of its own, else it goes through DCP too.
+        save: the save in progress.
+        payload: what DCP writes, without the training state.
+        training_state: this rank's training state, or None.
+        how: synchronous, in a thread, or in a separate process.
+        stager: copies the state for a save in a thread.
+        per_rank: write the training state to a file per rank; otherwise embed it in the payload of DCP.
 
     Raises:
-        CheckpointSaveError: the staging directory is not seen here.
+        CheckpointSaveError: this rank can't see the staging directory.
         OSError: the training state could not be written.
     """
     _check_shared(save.staging)
     flat, places = flatten(payload)
     layout = (*payload_layout(flat, places), (training_state is not None, *(training_state or ())))
-    # Threads look at the tensors next, each with streams of its own on a device: what is still computed is waited for.
+    # Threads read the tensors next, each on its own device stream, so pending work must be finished.
     for kind in {value.device.type for value in flat.values() if isinstance(value, torch.Tensor)}:
         device.synchronize(kind)
     buckets = extra.bucket_digests(training_state or {})
@@ -129,7 +129,7 @@ def _check_shared(staging: Path) -> None:
     if not staging.is_dir():
         raise CheckpointSaveError(
             describe(
-                "this rank does not see the directory that rank 0 just made",
+                "this rank does not see the directory that rank 0 has just created",
                 where=f"{staging}, rank {collective.rank()}",
                 expected="checkpoint_dir on storage shared by all ranks",
                 found="no such directory here",

@@ -1,4 +1,4 @@
-"""The root that a run saves into, as its rank 0 keeps it: whose it is, what was saved there, what must stay."""
+"""The root that a run saves to, kept by rank 0: its lock, the lineage of the next save, and what retention must keep."""
 
 from __future__ import annotations
 
@@ -14,37 +14,40 @@ from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.checkpoint.saving.publication import SaveInProgress
 from hyper_resume.errors import CheckpointSaveError, describe
 
-# Roots into which a save of this process is on its way. The kernel's lock keeps other processes out; this, a second saver here.
+# Roots with a running save of this process. The file lock keeps other processes out; this keeps a second save of this one out.
 _saving: set[Path] = set()
-# A forked child has none of its parent's threads, so none of these saves is its own.
+# A forked child has none of its parent's threads, so these saves do not run in it.
 os.register_at_fork(after_in_child=_saving.clear)
 
 
 class WritableRoot:
-    """Taken at the first save, or at the beginning of a run where it exists already. One at a time; another replaces it."""
+    """The root of one checkpointer. It is locked at the start of a run if it exists, otherwise at the first save.
+
+    There is one root at a time. A save to another root replaces it.
+    """
 
     def __init__(self, retention: Retention) -> None:
-        """Touch nothing yet."""
+        """Lock nothing yet."""
         self.retention = retention
         self._root: Path | None = None
         self._ordinal = 0
         self._ancestors: Ancestors = ()
         self._source: Path | None = None
-        # What a run said of where it begins; until then a save goes on from wherever the pointer is.
+        # (root, restored from), set by begin. Without it, a save continues the save that the pointer names.
         self._begun: tuple[Path, Path | None] | None = None
 
     @property
     def protected(self) -> tuple[Path, ...]:
-        """What retention must not delete: where the run was restored from."""
+        """Step directories that retention must not delete: the one from which the run was restored."""
         return () if self._source is None else (self._source,)
 
     def begin(self, root: Path, source: Path | None) -> None:
-        """Say where a run begins: from ``source``, or from scratch. Takes the root if it exists.
+        """Begin a run that continues ``source`` (None: from scratch). Locks the root if it exists.
 
         Raises:
             CheckpointLockedError: another process saves there.
         """
-        # A copy that had stepped aside is put back by the sweep.
+        # A source below .staging is moved back to its final path when leftovers are cleared.
         self._begun = (root.absolute(), None if source is None else layout.final_path_of(source))
         self._root = None
         if root.is_dir():
@@ -65,7 +68,7 @@ class WritableRoot:
             return ()
         step = layout.parse_step(source.name)
         if step is not None and source.resolve().parent == root.resolve():
-            # Going back: until the first save of this run, LATEST must not mean the future that it left behind.
+            # The run goes back to an earlier step. Until its first save, LATEST must not mean a later save that it abandoned.
             if layout.read_pointer(root)[0] != step:
                 layout.write_pointer(root, step)
             manifest = layout.manifest_or_none(source)
@@ -73,11 +76,11 @@ class WritableRoot:
         return ()
 
     def new_save(self, target: Path, global_step: int) -> SaveInProgress:
-        """Make a staging directory for a save as ``target``, and say what it descends from.
+        """Create a staging directory for a save to ``target``, and return the save with its ancestors.
 
         Raises:
             CheckpointLockedError: another process saves there.
-            CheckpointSaveError: another save of this process is on its way there.
+            CheckpointSaveError: another save of this process to this root is still running.
         """
         root = target.parent
         if root.absolute() in _saving:
@@ -85,13 +88,13 @@ class WritableRoot:
                 describe(
                     "two saves into one checkpoint_dir at a time",
                     where=str(target),
-                    expected="the save before to be waited for",
-                    found="it is still on its way",
+                    expected="the previous save to have ended",
+                    found="it is still running",
                     do="wait for it (maybe_wait_for_async_save of the checkpointer that started it)",
                 )
             )
         operations.make_directories(root)
-        # Asked for each save: a fork does not inherit the lock, and the root may have been made anew.
+        # For each save: a forked process does not inherit the lock, and the root may have been deleted and created again.
         lock.acquire(root)
         if self._root != root.absolute():
             self._take(root)
@@ -106,12 +109,12 @@ class WritableRoot:
         return save
 
     def note_durable(self, save: SaveInProgress) -> None:
-        """The next save descends from this one. Only rank 0 keeps count."""
+        """Record that the save is durable, so that the next save continues it. Only rank 0 keeps this."""
         if collective.rank() == 0:
             self._ordinal += 1
             self._ancestors = lineage.extend_ancestors(self._ancestors, save.global_step, save.save_id)
 
     def note_ended(self, save: SaveInProgress) -> None:
-        """Another save may begin."""
+        """Record that the save has ended, so that another one may begin."""
         if collective.rank() == 0:
             _saving.discard(save.target.parent.absolute())

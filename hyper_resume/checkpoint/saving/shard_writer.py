@@ -1,7 +1,6 @@
-"""The DCP storage writer of this library.
+"""The DCP storage writer: one shard file per rank, digested while it is written; then ``.metadata``, index and manifest.
 
-The writer gives each rank one file, hashed as it is written, and closes a save with ``.metadata`` and the manifest. Stock
-``torch.distributed.checkpoint.load`` reads what it writes: a tensor is a ``torch.save`` archive, as DCP's own writer makes it.
+Stock ``torch.distributed.checkpoint.load`` can read the files: every tensor is a ``torch.save`` archive, as in DCP's own files.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from hyper_resume.checkpoint.tensors.threads import submit_or_run
 
 @dataclasses.dataclass(frozen=True)
 class ShardWriteResult(WriteResult):
-    """Carries, in the gather that DCP makes anyway, what the manifest says of the file that the entry is in.
+    """DCP's result for one entry, with the manifest entry of its file. It reaches rank 0 in the gather that DCP makes anyway.
 
-    One with ``is_summary`` comes alone: all entries of the rank stand where they stood in the last save. The first of a
-    rank carries the digests of its buckets, if they were taken while it wrote.
+    A result with ``is_summary`` is the only one of its rank: all entries have the same locations as in the last save. The
+    first result of a rank carries the bucket digests, if they were computed during the write.
     """
 
     file_name: str = ""
@@ -54,14 +53,14 @@ def _is_summary(results: list[WriteResult]) -> bool:
 
 
 class WrittenTensor(NamedTuple):
-    """A tensor as it went into a shard, and the digest of its bytes."""
+    """A tensor that was written to a shard, and the digest of its bytes."""
 
     tensor: torch.Tensor
     data_digest: bytes
 
 
 class ShardWriter(StorageWriter):
-    """Writes one save into its staging directory."""
+    """Writes one save to its staging directory."""
 
     def __init__(
         self,
@@ -70,14 +69,14 @@ class ShardWriter(StorageWriter):
         cache: PlanCache | None = None,
         digest_buckets: Callable[[Mapping[str, WrittenTensor]], Mapping[str, str]] | None = None,
     ) -> None:
-        """Take the manifest as far as it is known; files and descriptions are added by :meth:`finish`, on rank 0 only.
+        """Write nothing yet.
 
         Args:
-            staging: where to write.
-            draft: the manifest.
-            cache: what is known from the last save, and where this one leaves what it finds out.
-            digest_buckets: gives the digests of this rank's buckets, from those of the tensors that its shard holds; called
-                while the shard is brought to the device. None when the draft has them.
+            staging: the staging directory.
+            draft: the manifest without the shard files and the metadata files, which :meth:`finish` adds on rank 0.
+            cache: plan and locations of the last save; updated by this one.
+            digest_buckets: computes the digests of this rank's buckets from those of the tensors in its shard; called while
+                the shard is synced. None if the draft has them already.
         """
         super().__init__()
         self._path = staging
@@ -86,26 +85,26 @@ class ShardWriter(StorageWriter):
         self._digest_buckets = digest_buckets
 
     def without_cache(self) -> ShardWriter:
-        """Return one that can be pickled, for a save in another process."""
+        """Return a writer that can be pickled, for a save in another process."""
         return ShardWriter(self._path, self._draft)
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing: one writer makes one save."""
+        """Do nothing: a writer is used for one save only."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to open before the plan."""
+        """Do nothing: no file is opened before the plan is made."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan as it is; the directory exists."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell each rank its number."""
+        """Store each rank's number in its plan."""
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's entries, bring them to the device, and report where each stands."""
-        # Each rank has the mark of its save to write, at the least, and the digests go with what it has written.
+        """Write and sync this rank's shard, and return the location of each entry."""
+        # Every rank writes at least its save id, and the bucket digests travel with that result.
         assert plan.items or self._digest_buckets is None
         results: Future[list[WriteResult]] = Future()
         results.set_result(self._write_shard(plan, planner) if plan.items else [])
@@ -116,26 +115,26 @@ class ShardWriter(StorageWriter):
         name = f"__{rank}_0{dcp_filesystem.DEFAULT_SUFFIX}"
         places: list[tuple[WriteItem, int, int]] = []
         tensors: list[tuple[str, torch.Tensor, int, int]] = []
-        # Tensors first: their sizes follow from the layout, so that they stand at the same places in every save.
+        # Tensors first: their sizes follow from the layout, so their locations are the same in every save.
         items = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
         with (
             operations.current().create(self._path / name) as file,
             HashingStream(file, with_table=True) as stream,
             ThreadPoolExecutor(1, thread_name_prefix="hyper_resume-digest") as thread,
         ):
-            file.reserve(sum(_least_bytes(item) for item in items))
+            file.reserve(sum(_min_bytes(item) for item in items))
             for item in items:
                 begin = stream.align(archive.ALIGNMENT)
                 data = planner.resolve_data(item)
                 pieces = _serialise(data)
                 for content in pieces:
                     stream.write(content)
-                if isinstance(data, torch.Tensor) and isinstance(pieces, _Around):
+                if isinstance(data, torch.Tensor) and isinstance(pieces, _TensorArchive):
                     tensors.append((item.index.fqn, data, begin + len(pieces.prefix), len(pieces.data)))
                 places.append((item, begin, stream.size_bytes - begin))
             found = stream.finish()
             take = self._digest_buckets
-            digested = None if take is None else submit_or_run(thread, take, _written(stream, tensors))
+            digested = None if take is None else submit_or_run(thread, take, _digested_tensors(stream, tensors))
             file.sync()
             buckets = {} if digested is None else digested.result()
             entry = FileEntry(size_bytes=stream.size_bytes, digest=found, rank=rank)
@@ -155,7 +154,7 @@ class ShardWriter(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the descriptions and then the manifest. Called on rank 0 once every rank has written."""
+        """Write ``.metadata``, the index, and then the manifest. Called on rank 0 after every rank has written its shard."""
         files: dict[str, FileEntry] = {
             result.file_name: result.file
             for of_rank in results
@@ -197,17 +196,17 @@ class ShardWriter(StorageWriter):
         return contents
 
     def storage_meta(self) -> StorageMeta:
-        """Return what ``.metadata`` says of the save: the staging directory's name tells the attempt."""
+        """Return the staging directory and the save id, for ``.metadata``."""
         return StorageMeta(checkpoint_id=self._path, save_id=self._draft.attempt)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Any path."""
+        """Accept any path."""
         return True
 
 
 def _write_pieces(path: Path, pieces: Iterable[bytes]) -> FileEntry:
-    """Write a file of rank 0's and bring it to the device."""
+    """Write and sync a file on rank 0; return its manifest entry."""
     with operations.current().create(path) as file, HashingStream(file) as stream:
         for piece in pieces:
             stream.write(piece)
@@ -216,10 +215,10 @@ def _write_pieces(path: Path, pieces: Iterable[bytes]) -> FileEntry:
         return FileEntry(size_bytes=stream.size_bytes, digest=found, rank=0)
 
 
-def _written(
+def _digested_tensors(
     stream: HashingStream, tensors: Sequence[tuple[str, torch.Tensor, int, int]]
 ) -> Mapping[str, WrittenTensor]:
-    """Name -> tensor and digest, given where their bytes stand in the file."""
+    """Return name -> tensor and digest; ``tensors`` are (name, tensor, offset, length) in the file."""
     found = {}
     for name, tensor, begin, length in tensors:
         of_data = stream.data_digest(begin, length)
@@ -228,23 +227,23 @@ def _written(
     return found
 
 
-class _Around(NamedTuple):
-    """A large tensor's bytes, and what of its archive stands around them."""
+class _TensorArchive(NamedTuple):
+    """The archive of a large tensor in three pieces; ``data`` are the tensor's bytes, not copied."""
 
     prefix: bytes
     data: memoryview
     suffix: bytes
 
 
-def _least_bytes(item: WriteItem) -> int:
-    """What an entry takes in the file without anything around it."""
+def _min_bytes(item: WriteItem) -> int:
+    """Return the size of an entry's tensor data in bytes; its archive is a little larger."""
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _serialise(data: torch.Tensor | io.BytesIO) -> Sequence[bytes | memoryview]:
-    """Return the archive of one entry: what is small in one piece, the bytes of a large tensor by themselves."""
+    """Return the archive of one entry: in one piece if it is small, otherwise as a :class:`_TensorArchive`."""
     if isinstance(data, io.BytesIO):
         return (data.getbuffer(),)
     tensor = data.detach() if data.requires_grad else data
@@ -256,9 +255,9 @@ def _serialise(data: torch.Tensor | io.BytesIO) -> Sequence[bytes | memoryview]:
         content = digest.tensor_bytes(tensor)
         if data_bytes < SMALL_BYTES:
             return (b"".join((prefix, content.data, suffix)) if data_bytes else prefix + suffix,)
-        return _Around(prefix, memoryview(content).cast("B"), suffix)
+        return _TensorArchive(prefix, memoryview(content).cast("B"), suffix)
     if tensor.untyped_storage().size() != tensor.nbytes:
-        # A view: torch.save would write all of the storage behind it.
+        # For a view, torch.save would write the whole storage behind it.
         tensor = tensor.clone()
     buffer = io.BytesIO()
     torch.save(tensor, buffer)

@@ -1,6 +1,6 @@
-"""A copy of the state as it is at the call of an asynchronous save, in memory that is kept from save to save.
+"""The copy of the state that an asynchronous save writes, in CPU memory that is reused from save to save.
 
-There are two copies of a rank's state then: the live one and this. Memory that is new costs more to touch than to copy into.
+Between saves the memory is kept, so a rank holds its state twice. Allocating it anew would cost more time than the copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hyper_resume.checkpoint.tensors.flattening import Keys
 
 
 def deep_copy(value: Any) -> Any:
-    """A deep copy of plain values; a tensor among them may be part of a graph, which ``copy.deepcopy`` refuses."""
+    """Return a deep copy of plain values and tensors. ``copy.deepcopy`` refuses tensors that are part of an autograd graph."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) in (list, tuple, set):
@@ -31,25 +31,25 @@ def deep_copy(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StagedState:
-    """A copy of a state, and name -> digest of a tensor's bytes, as they were when they were copied."""
+    """A copy of a state, and entry name -> digest of the tensor's bytes at the time of the copy."""
 
     state: dict[str, Any]
     data_digests: dict[str, bytes]
 
 
 class Stager:
-    """Copies to the CPU. One save at a time: the next one writes over what this one has staged."""
+    """Copies states to the CPU. Only one save may use it at a time: each copy overwrites the previous one."""
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
+        """Allocate nothing yet."""
         self._kept: dict[str, torch.Tensor] = {}
 
     def stage(self, flat: Mapping[str, Any], places: dict[str, Keys]) -> StagedState:
-        """Return a copy; tensors of the names, types and shapes of the last time are written to where those are.
+        """Return a copy of a state. Memory of the previous copy is reused where name, dtype and shape are the same.
 
         Args:
-            flat: the state's entries by name.
-            places: where each stands in the state.
+            flat: entry name -> value.
+            places: entry name -> its keys in the nested state.
         """
         kept: dict[str, torch.Tensor] = {}
         staged: dict[str, Any] = {}
@@ -66,7 +66,7 @@ class Stager:
             pairs[name] = room, local
             staged[name] = sharded_like(value, room)
         digests = copy_and_digest(list(pairs.values()))
-        # What is not of this state any more is let go.
+        # Frees the memory of entries that the state no longer has.
         self._kept = kept
         whole: dict[str, Any] = unflatten_state_dict(staged, places)
         return StagedState(whole, dict(zip(pairs, digests, strict=True)))

@@ -1,4 +1,4 @@
-"""One sequential stream into a file, hashed on its way: small pieces together, large ones without a copy."""
+"""A sequential stream into a file that computes digests as it writes: small pieces are collected, large ones are not copied."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hyper_resume.checkpoint.format.segments import Segment
 from hyper_resume.checkpoint.tensors.threads import submit_or_run
 
 SMALL_BYTES = 64 << 10
-# Of what is gathered.
+# Small pieces are collected up to this size.
 _BLOCK_BYTES = 4 << 20
 _WORTH_A_THREAD_BYTES = 1 << 20
 
 
 class HashingStream:
-    """Writes to ``file``. What it takes must not change until :meth:`finish`. Use as a context."""
+    """Writes to ``file`` and digests the content. Buffers must not change until :meth:`finish`. A context manager."""
 
     def __init__(self, file: OutputFile, *, with_table: bool = False) -> None:
-        """Begin at the file's start.
+        """Begin at the start of the file.
 
         Args:
-            file: where to write.
-            with_table: end the file with the digests of its segments; a large buffer is one, or several.
+            file: the new, empty file.
+            with_table: end the file with a table of the digests of its segments; a large buffer makes one or more segments.
         """
         self._file = file
         self._hasher = None if with_table else digest.FileHasher()
@@ -37,7 +37,7 @@ class HashingStream:
         self._waiting_bytes = 0
         self._hashed: Future[None] = Future()
         self._hashed.set_result(None)
-        # One thread, so that the pieces are hashed in order.
+        # One thread only, so that the pieces are digested in order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hyper_resume-digest")
         self.size_bytes = 0
 
@@ -48,11 +48,11 @@ class HashingStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the thread."""
+        """Shut down the digest thread."""
         self._thread.shutdown()
 
     def align(self, alignment: int) -> int:
-        """Fill up with zeros to a multiple of ``alignment`` bytes; return where the stream stands."""
+        """Pad with zeros to a multiple of ``alignment`` bytes; return the current size."""
         room = -self.size_bytes % alignment
         if room:
             self.write(bytes(room))
@@ -62,7 +62,7 @@ class HashingStream:
         """Append bytes.
 
         Raises:
-            OSError: they could not be written.
+            OSError: the write failed.
         """
         size = len(content)
         self.size_bytes += size
@@ -82,11 +82,11 @@ class HashingStream:
             self._take(gathered)
 
     def _take(self, content: Buffer) -> None:
-        """Have a piece hashed, and write what has come together when it is enough."""
+        """Start to digest a piece, and write the collected pieces if they fill a block."""
         if len(content) >= _WORTH_A_THREAD_BYTES or not self._hashed.done():
             self._hashed = submit_or_run(self._thread, self._hash_next, (self._hashed, content))
         else:
-            # Beside a training loop that holds the interpreter, each word between threads costs milliseconds.
+            # While a training loop holds the interpreter lock, each switch between threads costs milliseconds.
             self._hash(content)
         self._waiting.append(memoryview(content))
         self._waiting_bytes += len(content)
@@ -94,7 +94,7 @@ class HashingStream:
             self._put(self._waiting_bytes - self._waiting_bytes % WRITE_BLOCK_BYTES)
 
     def _put(self, size: int) -> None:
-        """Write the first bytes of what waits; all of them end where the file system likes a write to end."""
+        """Write the first ``size`` of the waiting bytes."""
         pieces: list[memoryview] = []
         self._waiting_bytes -= size
         while size:
@@ -105,12 +105,12 @@ class HashingStream:
             pieces.append(piece)
             size -= len(piece)
         self._file.write(*pieces)
-        # What was hashed meanwhile is all that was taken, so that no more than that is held.
+        # Wait for the digests of all pieces, so that no more of them are held in memory.
         self._hashed.result()
 
     def _hash_next(self, after: tuple[Future[None], Buffer]) -> None:
         before, content = after
-        # It has ended, but where no thread is to be had any more, and this one hashes beside one that still does.
+        # Normally done. If no thread could be started, this runs in the caller, while the digest thread may still be busy.
         before.result()
         self._hash(content)
 
@@ -122,17 +122,17 @@ class HashingStream:
             self._hashed_bytes += len(content)
 
     def data_digest(self, begin: int, length: int) -> bytes | None:
-        """Return the digest of bytes that were written by one call, once :meth:`finish` is over.
+        """Return the digest of the bytes that one call of :meth:`write` wrote; call it after :meth:`finish`.
 
-        None where none was taken of just them: they are few, or the file has no table.
+        None if these bytes have no digest of their own: they are too few, or the file has no table.
         """
         return segments.data_digest(self._segments, begin, length)
 
     def finish(self) -> str:
-        """Write what is left and return the digest of all of it, as text.
+        """Write the rest and return the digest of the file, as text.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the write failed.
         """
         self._take_gathered()
         self._put(self._waiting_bytes)

@@ -1,1 +1,1 @@
-"""States as named entries, and copies of many tensors at memory speed."""
+"""Tensors in memory: flatten a nested state into named entries, copy and digest many tensors, share work among threads."""

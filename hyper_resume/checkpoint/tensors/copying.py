@@ -1,4 +1,4 @@
-"""Work on many tensors at memory speed: in several threads, and small ones many at a time."""
+"""Copies many tensors, and digests them, at the speed of memory: large ones in threads, small ones in one call."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 from hyper_resume import digest
 from hyper_resume.checkpoint.tensors.threads import map_in_threads
 
-# Smaller ones cost more to hand to a thread than to copy.
+# For smaller tensors, passing the work to a thread costs more than the copy.
 _SMALL_BYTES = 256 << 10
-# What stays in a processor's own memory between two looks at it.
-_AT_HAND_BYTES = 2 << 20
+# A piece of this size stays in the processor's cache between digesting and copying it.
+_CACHED_BYTES = 2 << 20
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Keep the collector of cycles off while many objects are made that all stay: it would go through them again and again."""
+    """Pause Python's garbage collector while many long-lived objects are created, which it would traverse again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -33,9 +33,9 @@ def gc_paused() -> Iterator[None]:
 
 
 def copy_tensors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second of each pair into the first; of sharded ones this rank's part.
+    """Copy the second tensor of each pair into the first; of sharded tensors, this rank's part.
 
-    Tensors that share memory are written in the order of ``pairs``, by one thread.
+    Targets that share memory are written in the order of ``pairs``, by one thread.
     """
     with torch.no_grad():
         whole = [(_local(target), _local(source)) for target, source in pairs]
@@ -48,13 +48,13 @@ def copy_tensors(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def copy_and_digest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bytes]:
-    """Copy the second of each pair into the first, none of them sharded; return the digest of each one's bytes.
+    """Copy the second tensor of each pair into the first, none of them sharded; return the digest of each one's bytes.
 
-    Of those on the CPU it is taken of what was copied, not of the copy, and while the processor has it at hand. Of others it is
-    the copy's: to look at them means to copy them.
+    The digest is that of the source if it is on the CPU, computed while its bytes are in the cache. Otherwise it is that of
+    the copy, because the source can only be read by copying it.
 
     Args:
-        pairs: of equal shapes and types; no two of the first share memory, and those are contiguous.
+        pairs: (target, source) of equal shape and dtype; targets are contiguous and share no memory.
     """
     found: dict[int, bytes] = {}
     large: dict[int, tuple[Any, Any]] = {}
@@ -64,7 +64,7 @@ def copy_and_digest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[
         if target.nbytes < _SMALL_BYTES:
             small.append(place)
         elif source.is_cpu and source.layout is torch.strided and source.is_contiguous():
-            # Made here: each thread would hold up the other with it.
+            # Converted here, because this holds the interpreter lock and would block the other threads.
             large[place] = digest.tensor_bytes(target), digest.tensor_bytes(source)
         else:
             other.append(place)
@@ -78,27 +78,27 @@ def copy_and_digest(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[
 
 
 def _copy_other(target: torch.Tensor, source: torch.Tensor) -> bytes:
-    # Whether gradients are recorded is each thread's own setting.
+    # no_grad is a setting of each thread.
     with torch.no_grad():
         target.copy_(source)
     return digest.data_digest(digest.tensor_bytes(source if source.is_cpu else target))
 
 
 def _copy_array(arrays: tuple[Any, Any]) -> bytes:
-    # One may be flat already, and the other in its shape.
+    # As flat bytes, because the two arrays may have different shapes.
     there, here = (memoryview(array).cast("B") for array in arrays)
     hasher = digest.FileHasher()
-    for begin in range(0, len(here), _AT_HAND_BYTES):
-        part = np.frombuffer(here[begin : begin + _AT_HAND_BYTES], np.uint8)
+    for begin in range(0, len(here), _CACHED_BYTES):
+        part = np.frombuffer(here[begin : begin + _CACHED_BYTES], np.uint8)
         hasher.update(part)
-        np.copyto(np.frombuffer(there[begin : begin + _AT_HAND_BYTES], np.uint8), part)
+        np.copyto(np.frombuffer(there[begin : begin + _CACHED_BYTES], np.uint8), part)
     return hasher.digest()
 
 
 def sharded_like(live: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return ``local``, this rank's part, as a tensor sharded as ``live`` is; itself where ``live`` is not sharded.
+    """Return ``local``, this rank's part, as a DTensor that is sharded as ``live`` is; unchanged if ``live`` is not sharded.
 
-    ``DTensor.from_local`` would move it to the mesh's device.
+    ``DTensor.from_local`` is not used, because it would move the tensor to the mesh's device.
     """
     if not isinstance(live, DTensor):
         return local
@@ -108,10 +108,10 @@ def sharded_like(live: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def _by_memory(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[tuple[list[tuple[torch.Tensor, torch.Tensor]], int]]:
-    """Put together what shares memory, also where several storages lie over the same bytes, as NumPy makes them.
+    """Group the pairs whose targets share memory; several storages may overlap, as with tensors made from NumPy views.
 
     Returns:
-        groups of pairs, each with the bytes of its largest storage.
+        (pairs, size in bytes of the largest storage) for each group.
     """
     storages = [target.untyped_storage() for target, _ in pairs]
     spans = sorted((storage.data_ptr(), storage.nbytes(), index) for index, storage in enumerate(storages))
@@ -136,7 +136,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_in_order(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    # Whether gradients are recorded is each thread's own setting.
+    # no_grad is a setting of each thread.
     with torch.no_grad():
         for target, source in pairs:
             target.copy_(source)

@@ -1,4 +1,4 @@
-"""A nested state as named entries, named and ordered as ``torch.distributed.checkpoint`` does it, in a third of its time."""
+"""Flattens a nested state into named entries, with the names and order of ``torch.distributed.checkpoint``, but faster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ Keys = tuple[str | int, ...]
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Keys]]:
-    """Return name -> value and name -> path in ``state``, of every value that is no mapping, and no list with tensors in it.
+    """Return entry name -> value, and entry name -> keys that lead to it in ``state``.
+
+    Mappings, and lists that contain tensors, are flattened; every other value is an entry.
 
     Raises:
         ValueError: two values have the same name.
@@ -20,7 +22,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Keys]]:
     flat: dict[str, Any] = {}
     places: dict[str, Keys] = {}
 
-    def take(path: Keys, name: str, value: Any) -> None:
+    def add(path: Keys, name: str, value: Any) -> None:
         if name in flat:
             raise ValueError(f"two entries of the state are named {name}")
         flat[name] = value
@@ -29,19 +31,19 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Keys]]:
     def walk(mapping: Mapping[Any, Any], path: Keys, prefix: str) -> None:
         for key, value in mapping.items():
             here = str(key)
-            # Most are tensors, and to ask whether something is a mapping takes long.
+            # Tensors first: most values are tensors, and the check for a mapping is slow.
             if isinstance(value, torch.Tensor):
-                take((*path, here), prefix + here, value)
+                add((*path, here), prefix + here, value)
             elif isinstance(value, Mapping):
                 walk(value, (*path, here), f"{prefix}{here}.")
             elif isinstance(value, list):
-                # What a list counts as depends on what is in it, in ways that are torch's own.
+                # torch decides by the content of a list whether to flatten it.
                 traverse_state_dict(
                     {here: value},
-                    lambda inner, item: take((*path, *inner), prefix + ".".join(map(str, inner)), item),
+                    lambda inner, item: add((*path, *inner), prefix + ".".join(map(str, inner)), item),
                 )
             else:
-                take((*path, here), prefix + here, value)
+                add((*path, here), prefix + here, value)
 
     walk(state, (), "")
     return flat, places

@@ -15,10 +15,10 @@ MAX_THREADS = 4
 
 
 def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Return ``function`` of each item, in order, computed by a few threads, of which this is one.
+    """Return ``function(item)`` for each item, in order, computed by a few threads including the calling one.
 
     Raises:
-        Exception: whatever ``function`` raised, of the first item that it failed for; items behind it may be left undone.
+        Exception: the error of the first item that failed; later items may not be processed.
     """
     others = min(MAX_THREADS, os.cpu_count() or 1, len(items)) - 1
     if others < 1:
@@ -28,7 +28,7 @@ def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     waiting = deque(enumerate(items))
 
     def work(_: int) -> None:
-        # Each takes the next item by itself: a task an item costs more than most items do.
+        # Each thread takes the next item itself, because submitting a task costs more than most items.
         while not failed:
             try:
                 place, item = waiting.popleft()
@@ -50,9 +50,9 @@ def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
 
 def submit_or_run(pool: ThreadPoolExecutor, function: Callable[[T], R], item: T) -> Future[R]:
-    """Have it computed in ``pool``, or here and now where no thread can be started (any more); once in any case.
+    """Compute ``function(item)`` in ``pool``, or in this thread if no new thread can be started; exactly once.
 
-    A pool takes a task before it starts a thread for it, so one that was refused may run all the same, later.
+    A pool queues a task before it starts a thread for it. So a task may still run later although ``submit`` raised.
     """
     done: Future[R] = Future()
     left = [item]
@@ -64,7 +64,7 @@ def submit_or_run(pool: ThreadPoolExecutor, function: Callable[[T], R], item: T)
             return
         try:
             done.set_result(function(mine))
-        except BaseException as error:  # noqa: BLE001  raised again by whoever asks for the result
+        except BaseException as error:  # noqa: BLE001  raised again when the caller reads the result
             done.set_exception(error)
 
     try:

@@ -107,7 +107,7 @@ def test_a_write_that_takes_nothing_is_an_error_and_no_endless_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "write", lambda descriptor, data: 0)
-    with operations.current().create(tmp_path / "file") as file, pytest.raises(OSError, match="took no bytes"):
+    with operations.current().create(tmp_path / "file") as file, pytest.raises(OSError, match="wrote no bytes"):
         file.write(b"x")
 
 

@@ -220,7 +220,7 @@ def test_files_that_were_put_beside_embedded_entries_are_of_another_save(
     (other / "extra_state").rename(directory / "extra_state")
     state = DistributedCheckpointer().load(str(directory), {}, extra_state_skeleton={"epoch": None})
     assert state["epoch"] == 1, "the entries that the manifest vouches for, not the file"
-    assert "its manifest does not know, and no load reads: extra_state/extra_state_rank_0.pt" in caplog.text
+    assert "its manifest does not list; they are not read: extra_state/extra_state_rank_0.pt" in caplog.text
     forget_manifest(directory)
     with pytest.raises(CheckpointMismatchError, match="parts of different saves"):
         DistributedCheckpointer().load(str(directory), {}, extra_state_skeleton={"global_step": None})

@@ -262,7 +262,7 @@ def test_a_key_that_stands_twice_is_refused_at_every_depth() -> None:
         assert text.count(key) == 1
         begin = text.index(key)
         twice = f"{text[:begin]}{key}1, {text[begin:]}"
-        with pytest.raises(CheckpointMismatchError, match="a key stands twice"):
+        with pytest.raises(CheckpointMismatchError, match="a key occurs twice"):
             index.decode(twice.encode(), "index.json")
 
 

@@ -31,7 +31,7 @@ def test_nothing_there_is_none(tmp_path: Path) -> None:
 
 def test_a_root_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("")
-    with pytest.raises(CheckpointNotFoundError, match="checkpoint_dir is no directory"):
+    with pytest.raises(CheckpointNotFoundError, match="checkpoint_dir is not a directory"):
         latest(tmp_path / "a file")
 
 

@@ -172,7 +172,7 @@ def test_an_unknown_key_is_refused_by_name(way: tuple[str, ...]) -> None:
 
 def test_a_key_that_stands_twice_is_refused() -> None:
     content = manifest.encode(WHOLE).replace(b'"step": 12', b'"step": 12, "step": 12')
-    assert "a key stands twice" in refusal(content)
+    assert "a key occurs twice" in refusal(content)
 
 
 def changed(*way: Any, to: Any) -> Callable[[], bytes]:

@@ -91,9 +91,9 @@ def test_a_damaged_newest_step_falls_back_within_the_line_and_every_reason_is_to
     for step, reason in (
         (25, "__0_0.distcp: expected digest xxh3_128/table:"),
         (15, "__0_0.distcp: it is missing"),
-        (20, "the run that LATEST follows does not descend from it"),
-        (30, "the run that LATEST follows does not descend from it"),
-        (40, "the run that LATEST follows does not descend from it"),
+        (20, "the run that LATEST means does not continue it"),
+        (30, "the run that LATEST means does not continue it"),
+        (40, "the run that LATEST means does not continue it"),
     ):
         assert [message for message in told if f"global_step_{step}" in message and reason in message], (step, told)
     assert value_of(tmp_path / "global_step_10") == 10.0

@@ -206,7 +206,7 @@ def test_what_is_behind_a_link_is_never_swept(tmp_path: Path, name: str, caplog:
     (root / name).symlink_to(outside)
     run(root, {})
     assert (outside / "precious").read_text() == "mine"
-    assert f"{root / name} is a link: what is behind it is left alone" in caplog.text
+    assert f"{root / name} is a link: its target is not changed" in caplog.text
 
 
 class Order(FileOperations):

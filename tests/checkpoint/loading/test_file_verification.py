@@ -200,7 +200,7 @@ def test_files_that_nobody_wrote_are_told_of_once_and_read_by_nobody(tmp_path: P
         (directory / f"__9_{number}.distcp").write_text("of a larger world")
     results = run_ranks(_load_beside_others, 2, str(tmp_path))
     names = ", ".join(f"__9_{number}.distcp" for number in range(5))
-    expected = f"{directory} holds files that its manifest does not know, and no load reads: {names} and 2 more"
+    expected = f"{directory} holds files that its manifest does not list; they are not read: {names} and 2 more"
     assert results == [[expected], []]
 
 

@@ -65,13 +65,13 @@ ESCAPES = {
     "/elsewhere/__0_0.distcp": "absolute",
     "extra_state/../../__0_0.distcp": "leads out",
     "..": "leads out",
-    "a/b/c": "no plain path",
-    "": "no plain path",
-    ".": "no plain path",
-    "a//b": "no plain path",
-    "./a": "no plain path",
-    "a/": "no plain path",
-    "a\\b": "no plain path",
+    "a/b/c": "not a plain path",
+    "": "not a plain path",
+    ".": "not a plain path",
+    "a//b": "not a plain path",
+    "./a": "not a plain path",
+    "a/": "not a plain path",
+    "a\\b": "not a plain path",
     "a\0b": "no file can have",
     "a\nb": "no file can have",
     "x" * 256: "no file can have",
@@ -106,8 +106,8 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     found = {
         "link": "a link",
         "linked/file": "a link",
-        "folder": "no regular file",
-        "pipe": "no regular file",
+        "folder": "not a regular file",
+        "pipe": "not a regular file",
         "file/x": "no directory",
         "missing": "no such file",
         "missing/file": "no such file",
@@ -197,7 +197,7 @@ def test_what_is_no_description_is_refused(content: bytes) -> None:
 
 
 def test_something_behind_the_description_is_refused() -> None:
-    with pytest.raises(CheckpointMismatchError, match="something beside the one value"):
+    with pytest.raises(CheckpointMismatchError, match="something in addition to the one value"):
         safe_load.load_metadata(pickle.dumps(small_metadata()) + b"N.", "here")
 
 

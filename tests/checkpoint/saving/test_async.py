@@ -198,7 +198,7 @@ def test_a_background_failure_reaches_every_rank_at_the_next_save_or_wait_and_pu
         assert kinds == expected, result["errors"]
         assert "global_step_2" in str(result["errors"][1])
         assert "rank 1" in str(result["errors"][1])
-        assert "when writing failed: space, permissions" in str(result["errors"][1])
+        assert "if a write failed: disk space, permissions" in str(result["errors"][1])
         assert "global_step_4" in str(result["errors"][3])
         assert result["unchanged"]
         assert result["latest"] == str(tmp_path / "global_step_1")
