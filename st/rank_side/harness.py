@@ -1,7 +1,7 @@
 """Hooks that turn a pytest session into one of several MPI ranks that pass, fail and end together.
 
 pytest-mpi starts the same pytest on every rank and does nothing more: a rank that fails before a collective leaves the
-others waiting in it (or in the next test's), all ranks write one JUnit file, and with too few ranks a test is skipped. So, here:
+others waiting in it (or in the next test's), all ranks write one JUnit file, and with too few ranks a test is skipped. So:
 
 - Each phase of a test (setup, call, teardown) ends with an exchange of its outcome over MPI. A phase that failed on one
   rank fails on all, with that rank's number, reason and traceback.
