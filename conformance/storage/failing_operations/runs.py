@@ -203,7 +203,7 @@ class Rank:
         )
 
     def _goes_on(self, number: int) -> bool:
-        """Whether to go on after a failure, which costs as much as the run: always for one error, for others every fifth time."""
+        """Whether to go on after a failure, which costs as much as the run: always for EIO, otherwise every fifth time."""
         turn = ERRORS.index(self._case.error) % 5
         return self._case.error == ERRORS[0] or self._case.at is not None or number % 5 == turn
 
