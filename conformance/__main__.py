@@ -32,7 +32,7 @@ _RESULTS = Path("results")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns 0 when everything passed, 1 when something failed, 2 for a usage error or a malformed file."""
+    """Run one subcommand. Returns 0 if all passed, 1 if something failed, 2 for a usage error or a malformed file."""
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(words)
     try:
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument(
         "--check",
         action="store_true",
-        help="report cases, platforms and sabotages that do not match; exit code 1 if any",
+        help="report cases, platforms and sabotages that do not match",
     )
     listing.set_defaults(do=_list)
     run = commands.add_parser("run", parents=[chosen, running], help="run and judge cases")

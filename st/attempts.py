@@ -253,7 +253,7 @@ class AttemptRunner:
         return expected
 
     def _compare(self, evidence: LegEvidence, restored: int) -> int:
-        """Compare every step that all ranks finished with the reference; returns the last one, or ``restored`` if there is none."""
+        """Compare every step that all ranks finished with the reference; returns the last one, or ``restored``."""
         trajectory = _trajectory(evidence)
         last = trajectory.last_common_step() if trajectory.ranks else None
         if last is None or len(trajectory.ranks) < len(evidence.record.ranks):

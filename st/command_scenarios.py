@@ -43,7 +43,7 @@ def add(verbs: Any) -> None:
     listing.add_argument(
         "--check",
         action="store_true",
-        help="report scenarios, platforms and sabotages that do not match; exit code 1 if any",
+        help="report scenarios, platforms and sabotages that do not match",
     )
     add_selection(listing, default="every scenario")
     listing.set_defaults(do=_list)

@@ -220,7 +220,7 @@ class Soak:
         reference_launcher: Launcher,
         sabotage: str | None = None,
     ) -> None:
-        """Nothing is started yet. ``reference_launcher`` starts uninterrupted legs; ``sabotage`` is installed in every attempt."""
+        """``reference_launcher`` starts uninterrupted legs; ``sabotage`` is installed in every attempt."""
         self._folder, self._adapter, self._launcher, self._reference_launcher = (
             folder,
             adapter,

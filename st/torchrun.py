@@ -1,14 +1,14 @@
-"""Legs under torchrun: one agent a node, each rank a process that its agent started in a session of its own.
+"""Runs legs under torchrun: one agent per node; each rank is a process that its agent started in a session of its own.
 
-What this knows of them, it knows from the kernel:
+Their state is read from the kernel:
 
 * a rank is a child of an agent with RANK in its environment; a signal to the agent's process group would miss it;
 * a rank that ended is a zombie until its agent reaps it, and its wait status can be read meanwhile (``/proc/PID/stat``). The
-  agents look at their ranks twice a second, this does a hundred times;
+  agents poll their ranks twice a second, this module a hundred times;
 * a rank whose agent was killed becomes a child of this process (:func:`st.processes.subreaper`), which then reaps it itself;
-* whatever else a leg left behind carries the leg's mark in its environment.
+* any other process that a leg left behind has the leg's mark in its environment.
 
-An agent that is to lose its ranks politely is stopped first (SIGSTOP), so that it neither reaps nor signals one of them before
+An agent whose ranks get SIGTERM is stopped first (SIGSTOP), so that it neither reaps nor signals one of them before
 their ends are known, and gets its own SIGTERM when all of them have ended. An agent that gets SIGTERM itself passes it on, is
 stopped then, and goes on only when its ranks have ended.
 """
@@ -171,7 +171,7 @@ class TorchrunLeg:
         return self.ranks[node * self._size : (node + 1) * self._size]
 
     def send_signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
-        """Send a signal to these ranks. The agent of a node that loses all its ranks is killed first, or stopped until they ended."""
+        """Send a signal to these ranks. The agent of a node that loses all is killed first, or stopped until they ended."""
         wanted = set(ranks)
         for agent in self.agents:
             own = self.members(agent.node)

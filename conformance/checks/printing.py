@@ -17,7 +17,7 @@ _LINE_END = re.compile(r"[\r\n]+")
 
 @CHECKS.register(needs=("events.log",))
 def logs_in_order(evidence: Evidence, *, leg: str, lines: tuple[str, ...], rank: int = 0) -> CheckOutcome:
-    """These log lines come in this order, each as a whole line; other lines may be between them. ``...`` stands for any text."""
+    """These whole log lines come in this order; other lines may be between them. ``...`` stands for any text."""
     if not lines:
         raise EvidenceError("no line is given, so the check could not have failed")
     found = [event.data["message"] for event in evidence.leg(leg).events("log", rank)]

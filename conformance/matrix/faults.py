@@ -27,7 +27,7 @@ class FaultError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The disk that faults are injected into. ``root`` is the case's ``disk`` folder, ``checkpoints`` the checkpoint directory below it."""
+    """The disk for faults. ``root`` is the case's ``disk`` folder, ``checkpoints`` the checkpoint directory below it."""
 
     root: Path
     checkpoints: Path

@@ -106,7 +106,7 @@ class DataGiven:
     """The data: sample i is the number i. The default makes 5 batches an epoch.
 
     loader: ``own`` this library's DataLoader; ``foreign`` a list-like loader without ``state_dict``, in a fixed order;
-        ``foreign-stateful`` a loader that is not this library's, with ``state_dict`` and ``load_state_dict`` (position within the epoch);
+        ``foreign-stateful`` another library's loader with ``state_dict`` and ``load_state_dict`` (position within the epoch);
         ``foreign-drawing`` the same, which draws from torch's stream whenever its iterator is made;
         ``unsized`` an endless loader without length and state.
     workers: processes that read. prefetch: batches that a background thread reads ahead, 0 for no thread.
@@ -178,8 +178,8 @@ class Given:
         numbers); ``replicated`` the whole model on each rank, gradients averaged. The data's dp_rank and dp_world_size are
         then the process group's (with ``tp2-fsdp`` the pair's).
     seed: of model, data order and streams (rank r trains with streams of seed + r).
-    noise: what draws from Python's, NumPy's and torch's streams in addition to dropout: ``loss`` scales the loss by draws from Python
-        and NumPy; ``dataset`` adds to each sample draws from all three while it is read.
+    noise: what draws from Python's, NumPy's and torch's streams in addition to dropout: ``loss`` scales the loss by draws from
+        Python and NumPy; ``dataset`` adds to each sample draws from all three while it is read.
     accumulation: micro-batches per optimizer step. clip: maximal gradient norm, None for no clipping.
     epochs: planned epochs. None (only for legs with ``until_step``): as many as that step needs.
     folder: name of the checkpoint directory inside the case's folder; may hold spaces, any letters and a trailing slash.

@@ -178,7 +178,7 @@ class CheckRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultRecord:
-    """The outcome of one case. ``blamed`` is the bucket of its first failed check; ``reproduce`` is the command that runs it again."""
+    """The outcome of one case. ``blamed`` is the bucket of its first failed check; ``reproduce`` runs it again."""
 
     key: str
     case: str

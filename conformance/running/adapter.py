@@ -1,4 +1,4 @@
-"""The interface to a trainer under test. An adapter describes what it can do and how a leg is started; it starts nothing itself.
+"""The interface to a trainer under test. An adapter describes its abilities and how a leg is started; it starts nothing itself.
 
 A trainer gets a :class:`Job` and nothing more. A job has no field for an expectation, so none can reach the trainer.
 """
@@ -79,7 +79,7 @@ class JobFault:
         return self.operation is not None and selects_operation(self.operation, number, f"{what} {where}")
 
     def struck_ranks(self, world_size: int, nodes: int) -> tuple[int, ...]:
-        """The ranks that it ends, directly or through their launcher, in a leg of ``world_size`` ranks on ``nodes`` equal nodes."""
+        """The ranks that it ends, directly or by their launcher, in a leg of ``world_size`` ranks on ``nodes`` equal nodes."""
         kind, _, number = self.victims.partition("-")
         if kind == "all":
             return tuple(range(world_size))
@@ -94,7 +94,8 @@ class Job:
     """What one process has to do: ``job.json`` in the leg's folder, which is also its working directory.
 
     ``task``: ``train`` a leg; ``edit`` a step directory (``edit`` has the fault's ``kind`` and parameters); ``look``: read
-    the step directory of ``step``. ``checkpoint_dir`` is relative to the working directory; ``restore_from`` is ``LATEST``, a path, or None.
+    the step directory of ``step``. ``checkpoint_dir`` is relative to the working directory; ``restore_from`` is ``LATEST``,
+    a path, or None.
     """
 
     task: Literal["train", "edit", "look"]

@@ -32,7 +32,7 @@ from conformance.running.joining import wait_for_all
 
 LIMIT_SECONDS = 20.0
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-# What a save or a load imports at its first use. Imported before the fork, so no rank pays for it; torch._dynamo takes a second.
+# What a save or a load imports at its first use: imported before the fork, because torch._dynamo alone takes a second.
 _LOADED = (
     "numpy.random",
     "torch._dynamo",
@@ -76,8 +76,8 @@ def run_ranks(
 ) -> list[Ended]:
     """Call ``function(*args)`` in ``world_size`` forked processes that share a gloo group; one :class:`Ended` per rank.
 
-    ``limit_seconds`` is for the whole call. ``collective_seconds`` is the timeout of one collective, after which torch raises in
-    it; the default is so long that such a rank is reported as ``hung`` instead.
+    ``limit_seconds`` is for the whole call. ``collective_seconds`` is torch's timeout for one collective; the default is so
+    long that a rank which waits for another is reported as ``hung`` instead.
 
     Closures are allowed: only results are pickled. RANK, LOCAL_RANK and WORLD_SIZE are set as torchrun sets them. No rank
     begins before all have joined the group, and none exits before all have sent their result, so no rank disappears during
@@ -102,7 +102,7 @@ def run_alone(function: Callable[..., Any], *args: Any, limit_seconds: float = L
 
 
 def scratch() -> str | None:
-    """The folder for short-lived checkpoint roots: in memory where there is one, otherwise None (the default for temporary files)."""
+    """The folder for short-lived checkpoint roots: in memory if possible, otherwise None (the default for temporary files)."""
     memory = Path("/dev/shm")
     return str(memory) if sys.platform == "linux" and os.access(memory, os.W_OK) else None
 

@@ -156,14 +156,14 @@ class _EventHandler(logging.Handler):
 
 
 def digest(value: Any) -> str:
-    """A digest of nested state: names, types, shapes and bytes. Equal if and only if all bits are equal; dict order is ignored."""
+    """A digest of nested state: names, types, shapes and bytes. Equal only if all bits are equal; dict order is ignored."""
     hasher = hashlib.blake2b(digest_size=8)
     _feed(hasher, value)
     return hasher.hexdigest()
 
 
 def describe(value: Any) -> str:
-    """One entry as text: ``float32[8,8] DIGEST`` for a tensor (``zero`` is added when all its elements are), otherwise a short repr."""
+    """One entry as text: ``float32[8,8] DIGEST`` for a tensor (and ``zero`` if all elements are), otherwise a short repr."""
     if _is_array(value):
         array = _array(value)
         kind = str(value.dtype).removeprefix("torch.")

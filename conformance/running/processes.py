@@ -139,7 +139,7 @@ class WarmServer:
         return status
 
     def send(self, number: int, which: signal.Signals) -> None:
-        """Send a signal to a rank, if it is alive. Sent directly and not by the server, so that it has arrived when this returns."""
+        """Send a signal to a rank, if it is alive: directly and not by the server, so that it has arrived when this returns."""
         with self._news:
             pid = self._pids.get(number)
             if pid is not None and number not in self._ended:

@@ -233,7 +233,7 @@ class Runner:
         return Job(task="look", leg="side", checkpoint_dir=_checkpoint_dir(given.folder), world_size=1, given=given)
 
     def _run_side_job(self, place: int, task: str, job: Job, progress: _Progress, launcher: Launcher) -> list[Any]:
-        """Run an edit of, or a look into, the checkpoint directory in the trainer's own code; returns the values that it reported.
+        """Run an edit or a look in the trainer's own code; returns the values that it reported.
 
         Raises:
             FaultError: it failed.

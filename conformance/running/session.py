@@ -144,7 +144,7 @@ class Session:
         return results
 
     def stop(self) -> None:
-        """Interrupt the run: kill every running leg and start no more. No footer is written, so an interrupted run is no report."""
+        """Interrupt the run: kill every running leg and start no more. No footer is written then, so it is no report."""
         self._is_stopped = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         for launcher in self.launchers.values():

@@ -1,4 +1,4 @@
-"""A process that has imported a trainer, and forks the ranks of legs. Started by :class:`conformance.running.processes.WarmServer`.
+"""A process that has imported a trainer and forks ranks. Started by :class:`conformance.running.processes.WarmServer`.
 
 ``python -m conformance.running.warm_server MODULE``; the protocol is JSON lines on stdin and stdout:
 

@@ -1,4 +1,4 @@
-"""Defects of saves in the background: what they write, when they become visible, who hears of their failure."""
+"""Defects of saves in the background: what they write, when they become visible, how their failures are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _async_save_writes_live_tensors(put: Saboteur) -> None:
         from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
         watched = next(value for name, value in flat.items() if name.startswith("model.")).detach()
-        # Of several ranks each watches its own shard.
+        # With several ranks, each observes its own shard.
         watched = watched.to_local() if hasattr(watched, "to_local") else watched
         before = watched.clone()
         waiting.append(lambda: not bool((watched == before).all()))
@@ -108,7 +108,7 @@ def _training_ends_without_its_saves(put: Saboteur) -> None:
 
 @sabotage("error-abandons-the-save")
 def _error_abandons_the_save(put: Saboteur) -> None:
-    """An error ends the process at once, with the save in flight."""
+    """An error ends the process at once, during a save."""
 
     def on_exception(original: Any, callback: Any, *args: Any) -> None:
         import os

@@ -1,4 +1,4 @@
-"""What each sabotage is for, from ``sabotages.yaml``, and what came of putting it in."""
+"""The catalogue of sabotages (``sabotages.yaml``), its lint, and the outcome of installing each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 @dataclass(frozen=True, kw_only=True)
 class SabotageEntry:
-    """A defect: its harm, the rows of known bugs where it was seen, the cases that must ALL turn red, the bucket to blame."""
+    """A defect: its harm, the rows of known bugs where it was seen, the cases that must ALL fail, the bucket to report."""
 
     id: str
     title: str
@@ -62,7 +62,7 @@ def require_known(names: Iterable[str], known: Iterable[str]) -> None:
 
 
 def lint_sabotages(entries: Sequence[SabotageEntry], cases: Sequence[Case]) -> list[str]:
-    """What does not fit between cases and sabotages: each names the other, and each must exist."""
+    """Mismatches of cases and sabotages: each must name the other, and each must exist."""
     problems = []
     ids = {case.id: case for case in cases}
     names = {entry.id: entry for entry in entries}
@@ -84,7 +84,7 @@ def lint_sabotages(entries: Sequence[SabotageEntry], cases: Sequence[Case]) -> l
 
 
 def judge_sabotage(entry: SabotageEntry, results: Mapping[str, ResultRecord]) -> SabotageRecord:
-    """Caught when every case that it names is red, and (``right_bucket``) any of those blames its bucket first."""
+    """Caught if every case that it names fails; ``right_bucket`` if one of these reports its bucket first."""
     outcomes = {case_id: results[case_id].outcome for case_id in entry.cases}
     red = [results[case_id] for case_id in entry.cases if results[case_id].outcome == "fail"]
     missed = [case_id for case_id, outcome in outcomes.items() if outcome != "fail"]

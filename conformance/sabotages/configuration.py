@@ -1,4 +1,4 @@
-"""Defects in the choice of what is saved, when, and what is restored."""
+"""Defects in configuration fields: which are ignored, when saves happen, and which lines and warnings are logged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BASE = "hyper_resume.trainer.base:BaseTrainer"
 
 
 def _with_config(put: Saboteur, **changes: Any) -> None:
-    """The callback works by another configuration than it was given; what is callable is asked for the value."""
+    """Give the callback other values of fields; a callable computes the value from the old one."""
 
     def init(original: Any, callback: Any, trainer: Any) -> None:
         original(callback, trainer)
@@ -193,7 +193,7 @@ def _path_cut_to_plain_letters(put: Saboteur) -> None:
     _with_config(put, checkpoint_dir=lambda config: re.sub(r"[^A-Za-z0-9_./-]", "", config.checkpoint_dir))
 
 
-# ---- what is told ---------------------------------------------------------------------------------------------------
+# ---- what is logged --------------------------------------------------------------------------------------------------
 
 
 @sabotage("policy-tells-nothing")

@@ -1,4 +1,4 @@
-"""Defects in where the data goes on, and in the counters beside it."""
+"""Defects in the position and order of the data, and in the step and epoch counters."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _position_dropped(put: Saboteur) -> None:
 
 @sabotage("position-frozen-after-load")
 def _position_frozen_after_load(put: Saboteur) -> None:
-    """What a load brought is what every later save stores."""
+    """Every later save stores the position that was loaded."""
     frozen: list[Any] = []
 
     def collect(original: Any, iterator: Any, loader: Any) -> Any:
@@ -109,13 +109,13 @@ def _position_restored_behind_the_iterator(put: Saboteur) -> None:
 
 @sabotage("prefetched-position-saved")
 def _prefetched_position_saved(put: Saboteur) -> None:
-    """The loader is asked where it stands, not the iterator that training reads from."""
+    """The position is that of the loader, not of the iterator that training reads from."""
 
     def collect(original: Any, iterator: Any, loader: Any) -> Any:
         import time
 
         trained = original(iterator, loader)["batches_consumed"]
-        # The reading thread is given the time to get ahead, which it has in any real training step.
+        # Give the reading thread time to get ahead, as a real training step does.
         deadline = time.monotonic() + 1.0
         while loader.batches_consumed in (trained, 0) and trained < len(loader) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -143,7 +143,7 @@ def _offset_applied_to_later_epochs(put: Saboteur) -> None:
 
 @sabotage("next-epoch-vanishes")
 def _next_epoch_vanishes(put: Saboteur) -> None:
-    """An exhausted position is put on the epoch that comes next."""
+    """An exhausted position is applied to the next epoch."""
     exhausted: list[bool] = []
 
     def set_epoch(original: Any, loader: Any, epoch: int) -> None:
@@ -255,7 +255,7 @@ def _owed_epoch_end_forgotten(put: Saboteur) -> None:
 
 @sabotage("extra-step-at-the-end")
 def _extra_step_at_the_end(put: Saboteur) -> None:
-    """A restored run re-enters its loop once more, whatever it was planned for."""
+    """A restored run trains one step more than planned."""
 
     def load(original: Any, callback: Any, path: str) -> Any:
         certificate = original(callback, path)
@@ -275,7 +275,7 @@ def _incomplete_training_exits_clean(put: Saboteur) -> None:
 
 
 def training_forgets(put: Saboteur, error_name: str) -> None:
-    """Training that ends with this error of the library's looks as if it had ended well."""
+    """Training that ends with this error of the library exits as if it had succeeded."""
 
     def train(original: Any, trainer: Any) -> None:
         from hyper_resume import errors
@@ -309,7 +309,7 @@ def _saving_draws_a_number(put: Saboteur) -> None:
 
 
 def _moved_by(batches: int) -> Any:
-    """A load that puts the position so many batches off, as far as the epoch goes."""
+    """A load that moves the position by ``batches``, within the epoch."""
 
     def load(original: Any, loader: Any, state: Any) -> None:
         place = min(max(state["batches_consumed"] + batches, 0), len(loader))
@@ -319,7 +319,7 @@ def _moved_by(batches: int) -> Any:
 
 
 def _then(act: Any) -> Any:
-    """A load as it is, and ``act(loader)`` after it."""
+    """The original load, then ``act(loader)``."""
 
     def load(original: Any, loader: Any, state: Any) -> None:
         original(loader, state)

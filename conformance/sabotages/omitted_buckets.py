@@ -1,4 +1,4 @@
-"""Defects by omission: a bucket that a save leaves out, a call that a restore leaves out."""
+"""Defects by omission: a bucket that is not saved, or not restored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _optimizer_left_out(put: Saboteur) -> None:
 
 @sabotage("scheduler-left-out")
 def _scheduler_left_out(put: Saboteur) -> None:
-    # With it goes the lr that stands in the optimizer's groups, or that would hide the loss for a step.
+    # The lr in the optimizer's groups is left out too, because it would hide the defect for a step.
     put.replace(f"{_PAYLOAD}:collect_schedulers", lambda original, *args: [])
     put.replace(f"{_RESTORE}:apply_optimizers", _apply_with_initial_lr, fires=False)
 

@@ -1,4 +1,4 @@
-"""Defects in what belongs to which parameter: optimizer state by name and type, weights by name, adapters."""
+"""Defects in the assignment to parameters: optimizer state by name and dtype, weights by name, adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPTIMIZER = "hyper_resume.state.optimizer"
 
 
 def _after_optimizers(put: Saboteur, spoil: Callable[[Any, Any], None]) -> None:
-    """Let ``spoil`` (optimizer, its loaded part) follow each optimizer's restore."""
+    """Call ``spoil(optimizer, its loaded state)`` after each optimizer's restore."""
 
     def apply(original: Any, optimizers: Any, names: Any, loaded: Any, **how: Any) -> None:
         original(optimizers, names, loaded, **how)
@@ -51,7 +51,7 @@ def _adam_step_off_by_one(put: Saboteur) -> None:
 @sabotage("moments-by-order")
 def _moments_by_order(put: Saboteur) -> None:
     def spoil(optimizer: Any, part: Any) -> None:
-        # By place among the parameters of one shape; a mix-up of shapes would crash, and so be noticed.
+        # By position among the parameters of one shape: a swap of shapes would crash.
         saved_names = [name for group in part["param_groups"] for name in group["params"] if name in part["state"]]
         by_shape = defaultdict(list)
         for name in saved_names:

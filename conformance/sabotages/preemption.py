@@ -1,4 +1,4 @@
-"""Defects of preemption: who hears of a signal, what is saved then, and how the job leaves."""
+"""Defects of preemption: whether a signal is handled, what is saved, and how the process exits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _preemption_without_saving(put: Saboteur) -> None:
 
 
 def _always(put: Saboteur, where: Any) -> None:
-    """Put the callback into a trainer that must not have it, with a saver of its own."""
+    """Add the callback, with a checkpointer of its own, to a trainer that must not have it."""
 
     def init_callbacks(original: Any, trainer: Any, makers: Any) -> None:
         original(trainer, makers)

@@ -1,4 +1,4 @@
-"""Defects in pointers, completeness and refusals: which checkpoint is taken, and what is taken for one."""
+"""Defects in the pointer, completeness and refusals: which checkpoint is chosen, and what is accepted as one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXTRA = "hyper_resume.checkpoint.format.extra_state"
 _PAYLOAD = "hyper_resume.trainer.payload"
 
 
-# ---- refusals that give way -----------------------------------------------------------------------------------------
+# ---- missing refusals -----------------------------------------------------------------------------------------------
 
 
 @sabotage("missing-path-means-scratch")
@@ -119,7 +119,7 @@ def _topology_change_not_noticed(put: Saboteur) -> None:
     put.replace("hyper_resume.data.sampler:EpochOrder.changes_since", lambda original, order, state: [])
 
 
-# ---- which directory is taken ---------------------------------------------------------------------------------------
+# ---- which directory is chosen --------------------------------------------------------------------------------------
 
 
 @sabotage("completeness-not-checked")
@@ -142,7 +142,7 @@ def _empty_metadata_accepted(put: Saboteur) -> None:
 
 
 def _nothing_asked_without_manifest(put: Saboteur, why_incomplete_by_manifest: Any) -> None:
-    """Both looks at a directory: the search's, and the load's, which reads what the search only finds there."""
+    """Skip both inspections of a directory: the search's and the load's."""
     put.replace(f"{_LAYOUT}:why_incomplete_by_manifest", why_incomplete_by_manifest)
 
     def check_metadata(original: Any, directory: Path, manifest: Any) -> Any:
@@ -270,7 +270,7 @@ def _step_found_anywhere_in_the_path(put: Saboteur) -> None:
 
 
 # ---- parts of different saves ---------------------------------------------------------------------------------------
-# The manifest's digests show every such part, so for the check behind them to be asked they are believed unseen.
+# The manifest's digests detect every such part; they are accepted unverified, so that the check after them is reached.
 
 
 def _believe_the_files(put: Saboteur) -> None:

@@ -1,4 +1,4 @@
-"""Defects in what is put back at a restore."""
+"""Defects in restored state: random streams, moments, step and epoch that are not restored or wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects in what is kept and deleted, and in who may write."""
+"""Defects in retention (which checkpoints are kept and deleted) and in the writer lock."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _readers_take_the_lock(put: Saboteur) -> None:
 
 @sabotage("lock-of-the-dead-respected")
 def _lock_of_the_dead_respected(put: Saboteur) -> None:
-    """Whoever finds the file takes the directory for taken."""
+    """A lock file that exists counts as held."""
     own: list[Path] = []
 
     def acquire(original: Any, checkpoint_dir: Path) -> None:

@@ -1,15 +1,15 @@
-"""Single defects, put into this library from outside: the suite must notice each of them.
+"""Installs single defects in this library from outside; the suite must catch each of them.
 
-A sabotage is a function filed under its id in :data:`SABOTAGES`; what it does, whom it harms and which cases must turn red
-stands in ``sabotages.yaml``. It replaces functions of hyper_resume in the leg's own process, before anything is built, and
-never in a reference leg. What it replaces must exist (a refactoring can't disarm it in silence), and it must fire.
+A sabotage is a function registered under its id in :data:`SABOTAGES`; ``sabotages.yaml`` says what it does, its harm, and which
+cases must fail. It replaces functions of hyper_resume in the leg's process, before anything is built, and never in a reference
+leg. Its target must exist (so a refactoring can't disable it unnoticed), and it must fire.
 
     @sabotage("rng-not-restored")
     def _(put: Saboteur) -> None:
         put.replace("hyper_resume.trainer.payload:apply_rng", lambda original, *args, **kwargs: None)
 
-``replace(target, function)``: ``function(original, *args, **kwargs)`` is called instead of the target, which is found as
-``module:name`` or ``module:Class.name``; the sabotage has fired as soon as it is called. Patch the name where it is USED
+``replace(target, function)``: ``function(original, *args, **kwargs)`` is called instead of the target, given as
+``module:name`` or ``module:Class.name``; the sabotage has fired once it is called. Patch the name where it is USED
 (``trainer.payload:apply_rng``), not where it is defined. ``replace(..., fires=False)`` and ``put.fired()`` where only some
 calls do harm. ``set(target, value)`` replaces a plain value.
 """
@@ -23,19 +23,19 @@ from typing import Any
 
 
 class SabotageError(RuntimeError):
-    """A sabotage can't be put in: there is none of this name, or what it replaces does not exist (any more)."""
+    """A sabotage can't be installed: there is no such sabotage, or its target does not exist."""
 
 
 class Saboteur:
-    """What a sabotage works with."""
+    """The tool that a sabotage replaces functions with."""
 
     def __init__(self, on_fired: Callable[[], None]) -> None:
-        """``on_fired`` is called once, when the defect is met for the first time."""
+        """``on_fired`` is called once, when the defect takes effect for the first time."""
         self._on_fired = on_fired
         self._has_fired = False
 
     def fired(self) -> None:
-        """The defect has just done its harm."""
+        """Report that the defect has taken effect."""
         if not self._has_fired:
             self._has_fired = True
             self._on_fired()
@@ -59,7 +59,7 @@ class Saboteur:
         setattr(owner, name, instead)
 
     def set(self, target: str, value: Any) -> None:
-        """Replace the plain value ``target``; whatever reads it meets the defect, so it counts as fired at once.
+        """Replace the plain value ``target``; it counts as fired at once.
 
         Raises:
             SabotageError: there is no such target.
@@ -74,7 +74,7 @@ SABOTAGES: dict[str, Sabotage] = {}
 
 
 def sabotage(name: str) -> Callable[[Sabotage], Sabotage]:
-    """Return a decorator that files a sabotage under ``name``."""
+    """Return a decorator that registers a sabotage under ``name``."""
 
     def decorate(function: Sabotage) -> Sabotage:
         if name in SABOTAGES:
@@ -114,7 +114,7 @@ def _find(target: str) -> tuple[Any, str, Any]:
     return owner, name, original
 
 
-# The files that sabotages stand in; they import nothing but this module at their top.
+# The modules with sabotages.
 _MODULES = tuple(
     f"conformance.sabotages.{name}"
     for name in (

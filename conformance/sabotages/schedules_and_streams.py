@@ -1,4 +1,4 @@
-"""Defects in what goes on with time: lr schedules, random streams, layouts of training state, other stateful objects."""
+"""Defects in lr schedules, random streams, layouts of training state, and other stateful objects."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _second_scheduler_skipped(put: Saboteur) -> None:
 
 
 def _keep(put: Saboteur, *streams: str) -> None:
-    """Leave these streams where the process has them."""
+    """Do not restore these streams."""
     from hyper_resume.state.rng import collect_rng
 
     def apply(original: Any, saved: Any, device_type: str) -> None:
@@ -207,7 +207,7 @@ def _embedded_entry_of_another_rank(put: Saboteur) -> None:
 
 
 def _without(put: Saboteur, is_forgotten: Any) -> None:
-    """Leave objects (name, object) out of what is found."""
+    """Leave out the objects for which ``is_forgotten(name, object)`` is true."""
 
     def find(original: Any, *args: Any) -> dict[str, Any]:
         found: dict[str, Any] = original(*args)

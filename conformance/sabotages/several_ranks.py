@@ -1,4 +1,4 @@
-"""Defects that only several ranks, or several kinds of optimizer, can show."""
+"""Defects that only a job of several ranks, or of several kinds of optimizer, can show."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CALLBACK = f"{_CALLBACK_MODULE}:CheckpointerCallback"
 _STORAGE = "hyper_resume.checkpoint.dcp:DistributedCheckpointer"
 _EXTRA = "hyper_resume.checkpoint.format.extra_state"
 _TENSOR_PARALLEL = "hyper_resume.parallel.tensor_parallel"
-# The one of several ranks that a defect strikes; there is one in every job of more than one.
+# The rank that a defect affects; it exists in every job of several ranks.
 _AFFECTED_RANK = 1
 
 
@@ -72,7 +72,7 @@ def _extra_state_of_one_rank_left_out(put: Saboteur) -> None:
 
 @sabotage("embedded-entries-of-rank-0-for-all")
 def _embedded_entries_of_rank_0_for_all(put: Saboteur) -> None:
-    """As DCP hands them out when the rank does not stand in their names."""
+    """As DCP returns them if the names do not contain the rank."""
 
     def read(original: Any, directory: Any, metadata: Any, found: Any, rank: int) -> Any:
         if found.kind != "embedded" or rank == 0:
@@ -81,7 +81,7 @@ def _embedded_entries_of_rank_0_for_all(put: Saboteur) -> None:
         return {**original(directory, metadata, found, 0), "rank": rank}
 
     put.replace("hyper_resume.checkpoint.loading.reading:read_training_state", read, fires=False)
-    # The digests of each rank's own buckets would tell.
+    # The digests of each rank's buckets would detect it.
     put.replace(
         "hyper_resume.checkpoint.format.bucket_digests:compare_digests", lambda original, *args: None, fires=False
     )
@@ -105,7 +105,7 @@ def _refusal_heard_by_one_rank(put: Saboteur) -> None:
 
 @sabotage("commit-before-all-ranks-are-done")
 def _commit_before_all_ranks_are_done(put: Saboteur) -> None:
-    """All ranks but one write their training state into what is visible already."""
+    """All ranks but one write their training state into the committed directory."""
     late: list[tuple[int, bytes]] = []
 
     def write(original: Any, step_directory: Any, rank: int, content: bytes) -> Any:
@@ -129,7 +129,7 @@ def _commit_before_all_ranks_are_done(put: Saboteur) -> None:
 
 @sabotage("shard-arrives-after-the-commit")
 def _shard_arrives_after_the_commit(put: Saboteur) -> None:
-    """All ranks but one write their shard elsewhere, and bring it to where it belongs when the checkpoint is visible."""
+    """All ranks but one write their shard elsewhere, and move it into the directory after the commit."""
     late: list[Path] = []
 
     def write(original: Any, writer: Any, plan: Any, planner: Any) -> Any:
@@ -162,14 +162,14 @@ def _shard_arrives_after_the_commit(put: Saboteur) -> None:
 
 @sabotage("head-norms-left-out-of-the-plan")
 def _head_norms_left_out_of_the_plan(put: Saboteur) -> None:
-    """Each rank of a pair trains a copy of its own, and nobody looks whether they agree."""
+    """Each rank of a pair trains its own copy, and their equality is not checked."""
     put.replace(f"{_TENSOR_PARALLEL}:_check_covered", lambda original, *args: None)
     put.replace(f"{_CALLBACK_MODULE}:check_replicas", lambda original, *args: None)
     put.set(f"{_TENSOR_PARALLEL}:_HEAD_NORMS", ())
 
 
 def _entry(rank: int, content: bytes) -> Any:
-    """What the manifest says of a file, written or not."""
+    """The manifest's entry of a file, written or not."""
     from hyper_resume import digest
     from hyper_resume.checkpoint.format.manifest import FileEntry
 
@@ -177,5 +177,5 @@ def _entry(rank: int, content: bytes) -> Any:
 
 
 def _local(tensor: Any) -> Any:
-    """This rank's own part of a tensor."""
+    """This rank's shard of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

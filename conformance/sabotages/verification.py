@@ -1,4 +1,4 @@
-"""Defects of trust: what is believed unseen when a checkpoint is loaded, and what is said of a restore."""
+"""Defects in verification (manifest, digests), in what a save leaves, in the choice of LATEST, and in the certificate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
 
 @sabotage("digest-not-verified")
 def _digest_not_verified(put: Saboteur) -> None:
-    """Sizes only, whatever is configured."""
+    """Verify sizes only, whatever is configured."""
 
     def verify(original: Any, directory: Path, how: str, *args: Any, **options: Any) -> Any:
         return original(directory, "size", *args, **options)
@@ -46,7 +46,7 @@ def _sizes_not_verified(put: Saboteur) -> None:
 
 @sabotage("verdict-ignored")
 def _verdict_ignored(put: Saboteur) -> None:
-    """Files are verified, and what is found is dropped."""
+    """Files are verified, and the result is dropped."""
 
     def verify(original: Any, directory: Path, how: str, *args: Any, **options: Any) -> Any:
         from hyper_resume.checkpoint.format.manifest import read_manifest
@@ -68,7 +68,7 @@ def _fallback_without_reason(put: Saboteur) -> None:
 
 @sabotage("manifest-of-any-content")
 def _manifest_of_any_content(put: Saboteur) -> None:
-    """A manifest that can't be read counts as none, and the directory as another tool's."""
+    """A manifest that can't be read counts as missing, so the directory counts as another tool's."""
 
     def read_manifest(original: Any, directory: Path) -> Any:
         from hyper_resume.errors import CheckpointMismatchError
@@ -87,7 +87,7 @@ def _manifest_of_any_content(put: Saboteur) -> None:
 
 @sabotage("step-of-the-manifest-not-compared")
 def _step_of_the_manifest_not_compared(put: Saboteur) -> None:
-    """Whatever step a manifest is of, it is taken for that of the directory; and so are the files it describes."""
+    """A manifest of another step is accepted for the directory, with its files."""
 
     def read_manifest(original: Any, directory: Path) -> Any:
         from hyper_resume.checkpoint.format.layout import parse_step
@@ -121,7 +121,7 @@ def _bucket_of_the_wrong_rank(put: Saboteur) -> None:
 
 @sabotage("load-not-buffered")
 def _load_not_buffered(put: Saboteur) -> None:
-    """What is read goes straight into the live tensors, each entry as it comes."""
+    """Each entry is read directly into the live tensor."""
 
     def load(original: Any, wanted: Any, *args: Any) -> Any:
         found = original({}, *args)
@@ -222,12 +222,12 @@ def _save_failure_swallowed(put: Saboteur) -> None:
     put.replace(f"{_STORAGE}._fail", lambda original, *args: None)
 
 
-# ---- which save goes on ---------------------------------------------------------------------------------------------
+# ---- which save is LATEST -------------------------------------------------------------------------------------------
 
 
 @sabotage("highest-step-wins")
 def _highest_step_wins(put: Saboteur) -> None:
-    """LATEST is the highest complete step, whoever saved it; pointer and lineage say nothing."""
+    """LATEST is the highest complete step; pointer and lineage are ignored."""
 
     def in_order(original: Any, checkpoint_dir: Path) -> Any:
         from hyper_resume.checkpoint.format import layout
@@ -241,7 +241,7 @@ def _highest_step_wins(put: Saboteur) -> None:
 
 @sabotage("lineage-ignored")
 def _lineage_ignored(put: Saboteur) -> None:
-    """Behind the pointer's step the highest one comes next, of whichever branch."""
+    """After the pointer's step comes the highest one, of any branch."""
 
     def in_order(original: Any, checkpoint_dir: Path) -> Any:
         from hyper_resume.checkpoint.format import layout
@@ -260,7 +260,7 @@ def _going_back_not_noted(put: Saboteur) -> None:
     put.replace(f"{_ROOT}.begin", lambda original, *args: None)
 
 
-# ---- what is said of a restore --------------------------------------------------------------------------------------
+# ---- the certificate -----------------------------------------------------------------------------------------------
 
 
 @sabotage("on-mismatch-ignored")
@@ -273,7 +273,7 @@ def _on_mismatch_ignored(put: Saboteur) -> None:
 
 @sabotage("another-count-not-found")
 def _another_count_not_found(put: Saboteur) -> None:
-    """That there are more or fewer optimizers is told as ever, and no finding."""
+    """Another number of optimizers is logged as before, but is no finding."""
     put.replace(f"{_FINDINGS}:check_optimizer_count", lambda original, *args: [])
 
 
@@ -292,7 +292,7 @@ def _live_state_not_measured(put: Saboteur) -> None:
 
 @sabotage("every-restore-is-degraded")
 def _every_restore_is_degraded(put: Saboteur) -> None:
-    """The digests of what lives are taken in another form than those of what was read."""
+    """The digests of live state are computed differently from those of the saved state."""
     put.replace(
         f"{_RESTORE}:live_digests", lambda original, *args: {name: f"{text}0" for name, text in original(*args).items()}
     )

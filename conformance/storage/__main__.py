@@ -15,7 +15,7 @@ _SMOKE_SHARE = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; 0 when every promise held, 1 when one did not, 2 when the question itself is wrong."""
+    """Run one subcommand. Returns 0 when every promise held, 1 when one was broken, 2 for a usage error."""
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.do(arguments)
@@ -26,20 +26,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m conformance.storage", description="can the storage be trusted?")
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance.storage",
+        description="proofs of the storage: crashes, damage, failing operations, hostile input",
+    )
     commands = parser.add_subparsers(required=True)
-    run = commands.add_parser("run", help="make the proofs, print a table, write storage.json")
+    run = commands.add_parser("run", help="run the proofs, print a table, write storage.json")
     run.add_argument("--smoke", action="store_true", help="a small, fixed part of each proof")
-    run.add_argument("--share", type=float, help=f"of states and operations, by their ids; with --smoke {_SMOKE_SHARE}")
+    run.add_argument(
+        "--share",
+        type=float,
+        help=f"share of the states and operations, chosen by their ids; with --smoke {_SMOKE_SHARE}",
+    )
     run.add_argument("--only", default="", metavar="NAME,...", help="proofs by name or tier (crash or t1, ...)")
     run.add_argument("--results", type=Path, help="the run's folder; default results/storage-TIME")
-    run.add_argument("--seed", type=int, default=0, help="of what is drawn by chance")
-    run.add_argument("--workers", type=int, default=2, help="processes at a time")
+    run.add_argument("--seed", type=int, default=0, help="seed of the random choices")
+    run.add_argument("--workers", type=int, default=2, help="number of processes")
     run.set_defaults(do=_run)
-    again = commands.add_parser("replay", help="make one case again and judge it again")
+    again = commands.add_parser("replay", help="rebuild one case and judge it again")
     again.add_argument("id")
-    again.add_argument("--seed", type=int, default=0, help="of a hostile case")
-    again.add_argument("--subject", choices=("library", "stock"), default="library", help="of a crash state")
+    again.add_argument("--seed", type=int, default=0, help="the seed of a hostile case")
+    again.add_argument(
+        "--subject", choices=("library", "stock"), default="library", help="the subject of a crash state"
+    )
     again.set_defaults(do=_replay)
     commands.add_parser("list", help="the proofs").set_defaults(do=_list)
     return parser

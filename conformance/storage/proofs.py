@@ -1,4 +1,4 @@
-"""The proofs by name, each called the same way. They are imported when they are asked for, so one that is missing says so."""
+"""The proofs by name, with one interface. Each is imported when it is run, so a proof that can't be imported is reported."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 from conformance.storage.records import CrashStates, Part, PowerCuts, Storage
 
-# So many that the kinds that look at one file alone have some 10,000.
+# So many that the kinds which read a single file get some 10,000 cases.
 HOSTILE_CASES, HOSTILE_CASES_SMOKE = 15_000, 1_000
-# The smoke of the mutants: one of so many.
+# The smoke run tries one mutant of this many.
 SMOKE_MUTANT_EVERY = 25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """How much is tried. ``share`` is of the crash states after a power cut, and of the operations that fail."""
+    """How much is tried. ``share`` is the share of crash states after a power cut, and of failing operations."""
 
     smoke: bool = False
     share: float = 1.0
@@ -31,7 +31,7 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """One proof: its number in the test plan, what it is about, and what runs it. ``run`` gives fields of ``Storage``."""
+    """One proof: its tier (t1, ...), title, and the function that runs it and returns fields of ``Storage``."""
 
     name: str
     tier: str
@@ -40,7 +40,7 @@ class Proof:
 
 
 class PartError(RuntimeError):
-    """A proof could not be made; the message says why. No finding about what was to be proved."""
+    """A proof could not be run; the message says why. This is no finding about the library."""
 
 
 def _crash(extent: Extent) -> Mapping[str, Any]:
@@ -107,22 +107,22 @@ def _module(name: str) -> Any:
 
 
 PROOFS = (
-    Proof(name="crash", tier="t1", title="every crash state of a save, stock DCP beside it (t8)", run=_crash),
+    Proof(name="crash", tier="t1", title="every crash state of a save; stock DCP for comparison (t8)", run=_crash),
     Proof(name="corruption", tier="t2", title="every byte of a checkpoint damaged", run=_corruption),
     Proof(name="operation_errors", tier="t3", title="every operation failed", run=_operation_errors),
     Proof(name="power_cut", tier="t5", title="power cuts on a real file system", run=_power_cut),
     Proof(name="hostile", tier="t6", title="hostile files", run=_hostile),
-    Proof(name="mutants", tier="t7", title="the code changed: is it noticed?", run=_mutants),
+    Proof(name="mutants", tier="t7", title="mutants of the library: does a proof fail?", run=_mutants),
 )
 
 
 def chosen(names: Sequence[str]) -> tuple[Proof, ...]:
-    """The proofs of these names or tiers, in their order; all where none is named.
+    """The proofs of these names or tiers, in order; all if none is named.
 
     Raises:
         ValueError: there is no such proof.
     """
-    # t8, the peer, is measured in the same run as t1.
+    # t8 (stock DCP) is measured in the same run as t1.
     wanted = {"t1" if name == "t8" else name for name in names}
     unknown = wanted - {one.name for one in PROOFS} - {one.tier for one in PROOFS}
     if unknown:
@@ -132,7 +132,7 @@ def chosen(names: Sequence[str]) -> tuple[Proof, ...]:
 
 
 def prove(proof: Proof, extent: Extent) -> Storage:
-    """Run one proof. Whatever happens, there is a record: of what was found, or of why there is nothing."""
+    """Run one proof. There is always a record: of the findings, or of the reason why there are none."""
     started = time.monotonic()
 
     def part(status: Any, reason: str = "") -> Part:
@@ -144,7 +144,7 @@ def prove(proof: Proof, extent: Extent) -> Storage:
         own = (error.name or "").startswith("conformance.storage")
         return Storage(parts=(part("missing" if own else "error", str(error)),))
     except Exception as error:  # noqa: BLE001  the other proofs go on, and this one is on record as broken off
-        # The record gets no paths of this machine; whoever looks for the cause reads it here.
+        # The record gets no paths of this machine, so the traceback is printed here.
         traceback.print_exc()
         return Storage(parts=(part("error", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"),))
     skips = [one.skipped for one in found.get("power_cuts", ()) if one.skipped]

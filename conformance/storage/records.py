@@ -1,7 +1,7 @@
-"""What the storage proofs found: ``storage.json``. Its form, its writer and its strict reader.
+"""``storage.json``, the findings of the storage proofs: its schema, its writer and its strict reader.
 
-Everything that can be measured of a peer too has the peer's number beside it (``baseline``), measured in the same run. A
-violation has an id: ``python -m conformance.storage replay ID`` makes that one state again and judges it again.
+Where stock DCP can be measured too, its number is recorded as ``baseline``, from the same run. A violation has an id:
+``python -m conformance.storage replay ID`` rebuilds that one state and judges it again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_EXAMPLES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One proof of the run (``crash``, ``power_cut``, ...). ``reason`` says why it was skipped, is missing or broke off."""
+    """One proof of the run (``crash``, ``power_cut``, ...). ``reason`` says why it was skipped, is missing or failed."""
 
     name: str
     status: Literal["run", "skipped", "missing", "error"]
@@ -37,16 +37,16 @@ class CrashStates:
     """States of the disk after a crash at any point of one scenario, in one persistence model.
 
     Attributes:
-        scenario: what was being done when the crash came.
-        model: what the disk keeps of what was not synced.
-        crash_points: places between two operations, over all orders of the ranks that were looked at.
+        scenario: what was running at the crash.
+        model: the persistence model: what the disk keeps of unsynced changes.
+        crash_points: places between two operations, over all orders of the ranks that were examined.
         states: all states that the model allows at these places; each was judged.
         distinct: of these, those that differ in a name or a byte.
         loaded: distinct states that were fully loaded by the real loader.
-        violations: by oracle; 0 for an oracle that was asked and held. Counted over distinct states.
+        violations: by oracle; 0 for an oracle that held. Counted over distinct states.
         examples: ids of the first violations.
         baseline: violations of stock DCP in the same scenario and model; None where stock has no such thing.
-        baseline_distinct: the distinct states that these were found in.
+        baseline_distinct: the distinct states of stock DCP.
     """
 
     scenario: str
@@ -62,7 +62,7 @@ class CrashStates:
 
     @property
     def protocol(self) -> str:
-        """What a report calls it."""
+        """Its name in reports."""
         return f"{self.scenario}, {self.model}"
 
 
@@ -71,17 +71,17 @@ class Corruption:
     """One kind of damage to a committed checkpoint.
 
     Attributes:
-        kind: what was done to it.
+        kind: the kind of damage.
         tried: damaged checkpoints.
-        harmless: the damage was to bytes that nothing reads, or changed nothing.
+        harmless: the damaged bytes are never read, or nothing changed.
         refused: a load by path raised.
         fell_back: LATEST went to an earlier step instead.
-        loaded_silently: loaded as if nothing were wrong, with other values.
-        touched_live_state: the load raised, but had written to the live state before.
+        loaded_silently: loaded without an error, with wrong values.
+        touched_live_state: the load raised after it had written to the live state.
         violations: other promises that were broken, by name (no fall-back, file not named, ...).
         examples: ids of the first violations.
         baseline: loaded silently by stock DCP.
-        baseline_tried: of so many.
+        baseline_tried: damaged checkpoints that stock DCP was given.
     """
 
     kind: str
@@ -99,14 +99,14 @@ class Corruption:
 
 @dataclass(frozen=True, kw_only=True)
 class OperationErrors:
-    """One error that one operation after the other answered with.
+    """One error, returned by one operation after the other.
 
     Attributes:
-        scenario: what was being done.
-        error: its name (``EIO``), or what went wrong otherwise (``short write``).
+        scenario: what was running.
+        error: its name (``EIO``), or another failure (``short write``).
         persistent: once it failed, every later operation failed too.
-        runs: one for each operation that could fail.
-        survived: the save came to its end all the same, rightly (an error that may be stepped around).
+        runs: one per operation that can fail.
+        survived: the save succeeded in spite of it, rightly (an error that may be handled).
         violations: by oracle, 0 where it held.
         examples: ids of the first violations.
     """
@@ -122,7 +122,7 @@ class OperationErrors:
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """One change to the code. ``killed_by`` is what noticed, None where nothing did; ``explanation`` then says why."""
+    """One mutant. ``killed_by`` is the probe that failed; None if it survived, ``explanation`` then says why that is right."""
 
     id: str
     title: str
@@ -131,13 +131,13 @@ class Mutant:
 
     @property
     def is_missed(self) -> bool:
-        """Nothing noticed, and nobody has said why that is right."""
+        """True if it survived without an explanation."""
         return self.killed_by is None and not self.explanation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hostile:
-    """One kind of hostile input. ``violations`` by what must not happen: code run, a file outside touched, and so on."""
+    """One kind of hostile input. ``violations`` by kind: code run, a file outside touched, and so on."""
 
     kind: str
     tried: int
@@ -153,7 +153,7 @@ class Hostile:
 class PowerCuts:
     """Copies of a real file system's image, taken while a save was running, mounted and loaded.
 
-    ``skipped`` says why there was no trial: no root, no loop device.
+    ``skipped`` is the reason for no trial: no root, no loop device.
     """
 
     scenario: str
@@ -168,7 +168,7 @@ class PowerCuts:
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """One measured number, and the peer's."""
+    """One measured number, and that of stock DCP."""
 
     name: str
     unit: str
@@ -180,7 +180,7 @@ class Benchmark:
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """All of one ``storage.json``, or of several together."""
+    """The content of one ``storage.json``, or of several combined."""
 
     schema: str = STORAGE_SCHEMA
     parts: tuple[Part, ...] = ()
@@ -194,16 +194,16 @@ class Storage:
     facts: Mapping[str, str] = field(default_factory=dict)
 
     def __add__(self, other: Storage) -> Storage:
-        """Both together."""
+        """Both combined."""
         joined = {name: getattr(self, name) + getattr(other, name) for name in _LISTS}
         return Storage(**joined, facts={**self.facts, **other.facts})
 
     def __bool__(self) -> bool:
-        """Something was recorded."""
+        """True if anything was recorded."""
         return any(getattr(self, name) for name in _LISTS)
 
     def complaints(self) -> list[str]:
-        """What must not be, one line each; an empty list when every promise held."""
+        """Every violation, one line each; empty when every promise held."""
         return [
             *(f"{one.name}: {one.status}, {one.reason}" for one in self.parts if one.status in ("missing", "error")),
             *_broken((f"crash states of {one.protocol}", one.violations, one.examples) for one in self.crash_states),
@@ -219,12 +219,12 @@ _LISTS = tuple(one.name for one in fields(Storage) if one.name not in ("schema",
 
 
 def corruption_violations(one: Corruption) -> dict[str, int]:
-    """What a damaged checkpoint must not lead to, and how often it did."""
+    """The violations of a kind of damage, with their counts."""
     return {"loaded silently": one.loaded_silently, "touched live state": one.touched_live_state, **one.violations}
 
 
 def error_name(one: OperationErrors) -> str:
-    """What a report calls it."""
+    """Its name in reports."""
     return f"{one.error} {'for good' if one.persistent else 'once'} during {one.scenario}"
 
 
@@ -249,7 +249,7 @@ def read_storage(path: Path) -> Storage:
     """Read one file.
 
     Raises:
-        RecordError: it is of another schema (an older one does not tell what this one shows), or malformed.
+        RecordError: it has another schema version, or is malformed.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

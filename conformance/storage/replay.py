@@ -1,4 +1,4 @@
-"""One case made again by its id."""
+"""Rebuilds one case from its id and judges it again."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _JOB_SECONDS = 300.0
 
 
 def replay(case_id: str, *, seed: int = 0, subject: str = "library") -> tuple[str, bool]:
-    """Make a case again. Returns what there is to say, and whether it broke no promise this time.
+    """Rebuild a case. Returns its description, and whether every promise held.
 
-    ``case_id`` may have the brackets behind it that a report shows.
+    ``case_id`` may be followed by the brackets that a report shows.
 
     Raises:
         ValueError: there is no such case.
@@ -110,7 +110,7 @@ def _judge_one(subject: Any, recording: Recording, where: tuple[str, str, int, s
 
 
 def _power_cuts(job: tuple[str, str]) -> tuple[str, bool] | str:
-    """The whole run that the trial was of: what the kernel writes when is not the same twice."""
+    """Run the whole job of the trial again: the kernel does not write at the same moments twice."""
     case_id, subject = job
     parts = case_id.removeprefix(power_cut.ID_PREFIX).split("/")
     if len(parts) != 3 or parts[1] not in power_cut.FLUSHES:

@@ -1,7 +1,7 @@
-"""What the ranks tell each other about a test, over MPI, and how it reads.
+"""Exchanges the outcome of a test between ranks over MPI, and formats it.
 
-MPI and not the process group under test: after a failure that group is in an unknown state, while every rank must still
-hear of it.
+It uses MPI and not the process group under test: after a failure that group is in an unknown state, and every rank must still
+learn of the failure.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# MPICH waits by spinning. Four ranks on two cores would take the cores from the one rank that still works.
+# MPICH waits by spinning: four ranks on two cores would take the cores from the rank that still works.
 _POLL_SECONDS = 0.002
 _TAGS = 32768  # the smallest upper bound of tags that MPI allows
-# A message of this size goes out at once, whether or not the receiver listens.
+# A message of this size is sent at once, whether or not the receiver is receiving.
 _TEXT_LIMIT = 8000
 
 
@@ -27,10 +27,10 @@ class Outcome:
     """How one phase (setup, call or teardown) of a test ended on one rank.
 
     Attributes:
-        kind: "left" is a rank that ends its session (Ctrl-C, ``pytest.exit``) and will not be heard of again.
+        kind: "left" is a rank that ends its session (Ctrl-C, ``pytest.exit``) and sends nothing more.
         reason: class and message of the failure in one line; empty when passed.
         trace: its traceback.
-        at: seconds of the machine's monotonic clock, which all its processes share.
+        at: seconds of the machine's monotonic clock, which all processes share.
         elapsed: seconds since the session of this rank started.
     """
 
@@ -52,13 +52,13 @@ def shorten(text: str) -> str:
 
 
 def explain(outcomes: Mapping[int, Outcome], size: int, seconds: float) -> str:
-    """Return one text for all ranks: the rank to look at, the others after it, and that rank's traceback; "" when all passed.
+    """Return one text for all ranks: the first failed rank, the others, and the first one's traceback; "" if all passed.
 
     A rank that is missing comes first, then one that reached its limit, whenever that was: the others usually fail
-    earlier than it, because they wait for it in a collective whose limit is shorter. Else the earliest failure leads.
+    earlier than it, because they wait for it in a collective whose limit is shorter. Otherwise the earliest failure is first.
 
     Args:
-        outcomes: of the ranks that were heard of.
+        outcomes: of the ranks that answered.
         size: number of ranks.
         seconds: how long the missing ones were waited for.
     """
@@ -92,9 +92,9 @@ class Ranks:
         self.size: int = communicator.size
 
     def exchange(self, value: Any, seconds: float) -> dict[int, Any]:
-        """Send ``value`` to every rank and return what has come from each within ``seconds``, by rank.
+        """Send ``value`` to every rank and return what each has sent within ``seconds``, by rank.
 
-        Every rank calls it equally often. Plain MPI collectives have no limit, so each rank sends to each.
+        Every rank must call it equally often. MPI collectives have no timeout, so each rank sends to each.
         """
         deadline = time.monotonic() + seconds
         tag, self._turn = self._turn % _TAGS, self._turn + 1

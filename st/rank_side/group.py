@@ -1,4 +1,4 @@
-"""The gloo process group that a test runs in: joined from rank and size of MPI, cut off when the test fails.
+"""The gloo process group that a test runs in: joined by rank and size of MPI, its sockets shut down when the test fails.
 
 A rank that fails before a collective leaves the others waiting in it. Destroying its group does not help them: gloo's
 sockets stay open as long as anything refers to the group, and the traceback of the failure does. So a failing rank
@@ -20,7 +20,7 @@ from conformance.running.joining import wait_for_all
 
 
 class TestGroup:
-    """One process group after the other, each met over a new file in a folder that all ranks see."""
+    """One process group after the other, each joined by a new file in a folder that all ranks share."""
 
     __test__ = False
 
@@ -46,11 +46,11 @@ class TestGroup:
         wait_for_all(store, self._rank, self._size, self._limit)
 
     def check_matched(self) -> None:
-        """Meet every rank once more: one that was in a collective too many or too few fails in this test, not the next."""
+        """Run one more collective: a rank with one collective too many or too few fails in this test, not in the next."""
         dist.barrier()
 
     def leave(self) -> None:
-        """Cut this rank off and forget the group; every rank that waits for this one fails."""
+        """Shut this rank's connections down and drop the group; every rank that waits for this one fails."""
         for name, descriptor in _sockets().items():
             if name not in self._other_sockets:
                 _shut_down(descriptor)
@@ -62,7 +62,7 @@ def _sockets() -> dict[str, int]:
     """This process's sockets: the kernel's name -> descriptor."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
-        # The descriptor that lists the folder is in the list, and gloo's threads close some meanwhile.
+        # The list contains its own descriptor, and gloo's threads close some meanwhile.
         with contextlib.suppress(OSError):
             name = str(entry.readlink())
             if name.startswith("socket:"):
@@ -71,9 +71,9 @@ def _sockets() -> dict[str, int]:
 
 
 def _shut_down(descriptor: int) -> None:
-    """Shut a TCP connection down; leave every other kind of socket alone.
+    """Shut a TCP connection down; other sockets are not changed.
 
-    A listening one too: gloo ends the whole process when its ``accept`` fails.
+    Listening sockets neither: gloo ends the whole process when its ``accept`` fails.
     """
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         is_tcp = connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM

@@ -1,14 +1,14 @@
 """Hooks that turn a pytest session into one of several MPI ranks that pass, fail and end together.
 
 pytest-mpi starts the same pytest on every rank and does nothing more: a rank that fails before a collective leaves the
-others waiting in it (or in the next test's), all ranks write one JUnit file, and a rank too few is a skip. So, here:
+others waiting in it (or in the next test's), all ranks write one JUnit file, and with too few ranks a test is skipped. So:
 
 - Each phase of a test (setup, call, teardown) ends with an exchange of its outcome over MPI. A phase that failed on one
   rank fails on all, with that rank's number, reason and traceback.
-- A rank that fails cuts its process group off, so that those who wait for it fail at once and come to the exchange.
-- A rank that stays out of the exchange ends the run: the others fail the test, write their JUnit files and abort.
+- A rank that fails shuts its process group down, so that ranks that wait for it fail at once and come to the exchange.
+- A rank that does not come to the exchange ends the run: the others fail the test, write their JUnit files and abort.
 - Every test runs in the default process group (gloo, loopback only). Fixtures must not enter collectives.
-- What can't be run is refused; nothing is skipped.
+- Tests that can't be run are refused; none is skipped.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from st.rank_side.group import TestGroup
 from st.rank_side.limits import GRACE, Limits, TimeLimitReached
 
 COMMAND = "mpiexec -n {ranks} python -m pytest --with-mpi {paths}"
-# All ranks must have come to a meeting (start, end of the collection) by then; importing torch is the slow part.
+# Limit for all ranks to come to an exchange (start, end of the collection); importing torch is the slow part.
 MEETING_SECONDS = 90.0
-# A rank whose collective waits this part of a test's limit gives up, so that it reports before the test's limit.
+# The timeout of a collective as a share of the test's limit, so that a rank reports before that limit.
 COLLECTIVE_SHARE = 1 / 3
 
 
@@ -69,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Meet the other ranks; before the JUnit plugin takes its path."""
+    """Exchange with the other ranks; before the JUnit plugin takes its path."""
     if not config.getoption("--with-mpi", False) or config.option.help:
         return
     if config.getoption("numprocesses", None):
@@ -105,7 +105,7 @@ def rank_file(path: Path, rank: int) -> Path:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Let rank 0 speak for all ranks; the marker is known even where pytest-mpi is not installed."""
+    """Let only rank 0 print; register the marker, also if pytest-mpi is not installed."""
     config.addinivalue_line("markers", "mpi(min_size): runs in so many ranks that mpiexec started")
     run = config.stash.get(RUN, None)
     if run is not None and run.ranks.rank != 0:
@@ -115,9 +115,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Know which tests these hooks act on (pytest calls this one for tests below the conftest only).
+    """Collect the tests that these hooks act on (pytest calls this for tests below the conftest only).
 
-    pytest-timeout is taken off them: it ends the process of one rank, and its alarm is the one that is used here.
+    pytest-timeout is switched off for them: it ends the process of one rank, and it uses the alarm that is needed here.
     """
     item.stash[IS_RANK_SIDE] = True
     if item.config.pluginmanager.hasplugin("timeout"):
@@ -125,7 +125,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Refuse what would not run on every rank.
+    """Refuse tests that would not run on every rank.
 
     Raises:
         pytest.UsageError: no MPI, too few ranks, a test without its mark, or ranks that have other tests.
@@ -134,7 +134,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     items = [item for item in session.items if item.stash.get(IS_RANK_SIDE, False)]
     run = config.stash.get(RUN, None)
     if run is not None:
-        # Whatever a rank has found: the others wait for it here.
+        # Also after an error: the other ranks wait here.
         _refuse_different_tests(run, [item.nodeid for item in session.items])
     if not items or config.option.collectonly:
         return
@@ -163,7 +163,7 @@ def _refuse_different_tests(run: Run, tests: list[str]) -> None:
 
 
 class CollectionErrors:
-    """Keeps what this rank could not collect; only rank 0's terminal would show it."""
+    """Keeps the collection errors of this rank; only rank 0's terminal is shown."""
 
     def __init__(self) -> None:
         """Start without any."""
@@ -177,7 +177,7 @@ class CollectionErrors:
 
 @pytest.fixture
 def shared_folder(request: pytest.FixtureRequest) -> Path:
-    """One empty folder a test, the same on every rank."""
+    """One empty folder per test, the same on every rank."""
     folder = request.config.stash[RUN].folder / re.sub(r"\W+", "-", request.node.nodeid)
     folder.mkdir(exist_ok=True)
     return folder
@@ -199,15 +199,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """Tear down on all ranks, and stop when the session's time is used up."""
+    """Tear down on all ranks, and stop after the session's limit."""
     return (yield from _together(item.config.stash[RUN], item, "teardown"))
 
 
 def _together(run: Run, item: pytest.Item, phase: str) -> Generator[None, object, object]:
-    """Run one phase under its limit and make its outcome common."""
+    """Run one phase under its limit and exchange its outcome."""
     __tracebackhide__ = True
     result, failure = None, None
-    # What the call leaves of the test's time is the teardown's, and never so little that a rank can't clean up.
+    # The teardown gets the rest of the test's time, but at least enough to clean up.
     seconds = max(run.test_started + run.test_seconds - time.monotonic(), GRACE)
     deadline = time.monotonic() + seconds + GRACE
     try:
@@ -231,7 +231,7 @@ def _together(run: Run, item: pytest.Item, phase: str) -> Generator[None, object
 
 
 def _join(run: Run, item: pytest.Item, deadline: float) -> None:
-    """Make the process group; no rank begins, and none can fail, while another one still connects to it."""
+    """Make the process group; no rank begins, and none can fail, while another still connects."""
     if run.group.is_joined:
         return
     failure = None
@@ -243,7 +243,7 @@ def _join(run: Run, item: pytest.Item, deadline: float) -> None:
     try:
         _conclude(run, item, outcome, failure, deadline)
     except RankFailure as error:
-        # Torch counts the groups it has begun to make, so the ranks would not find each other in the next one either.
+        # Torch counts the groups that it began to make, so the ranks would not find each other in the next one either.
         run.over = f"{item.nodeid}: the process group could not be made: {error}"
         item.session.shouldfail = "the process group could not be made"
         raise
@@ -284,7 +284,7 @@ def _outcome(run: Run, item: pytest.Item, failure: BaseException | None, at: flo
 
 
 def _trace(item: pytest.Item, failure: BaseException) -> str:
-    """The traceback from the test function on; whole when it never came there."""
+    """The traceback from the test function on; the whole one if the test function was not reached."""
     place = failure.__traceback__
     while place is not None and place.tb_frame.f_code.co_filename != str(item.path):
         place = place.tb_next
@@ -304,7 +304,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End together: leave MPI, or, when a rank is missing, end its process too, once all others have written their files."""
+    """End together: leave MPI, or, if a rank is missing, abort all processes once the others have written their files."""
     run = config.stash.get(RUN, None)
     if run is None:
         return
@@ -324,7 +324,7 @@ def _meet(ranks: Ranks, value: Any) -> dict[int, Any]:
     """Exchange ``value`` with all ranks.
 
     Raises:
-        pytest.UsageError: a rank did not come.
+        pytest.UsageError: a rank did not answer.
     """
     found = ranks.exchange(value, MEETING_SECONDS)
     missing = [str(rank) for rank in range(ranks.size) if rank not in found]
@@ -334,10 +334,10 @@ def _meet(ranks: Ranks, value: Any) -> dict[int, Any]:
 
 
 def _start_mpi() -> Any:
-    # Shared memory only: left to itself UCX listens on every network interface.
+    # Shared memory only: by default UCX listens on every network interface.
     os.environ.setdefault("UCX_TLS", "self,sm")
     try:
-        # Importing it starts MPI, which nobody wants who only collects these tests.
+        # Importing it starts MPI, which is not needed to collect these tests.
         mpi = importlib.import_module("mpi4py.MPI")
     except ImportError as error:
         raise pytest.UsageError(f"{error}: pip install -e '.[test,mpi]', or tox -e mpi") from None

@@ -1,6 +1,6 @@
-"""Limits inside one rank, each for when the one before it did not help.
+"""Time limits inside one rank; each is for the case that the one before did not end it.
 
-1. At the limit: an alarm raises in the main thread, again every second. Helps wherever Python runs or a system call waits.
+1. At the limit: an alarm raises in the main thread, again every second. Works while Python runs or a system call waits.
 2. ``REPORT_AFTER`` later: this rank's stacks are printed, since the other ranks are about to end the run.
 3. ``GRACE`` after the limit: the ranks that wait for this one end the run (see :mod:`st.rank_side.harness`).
 4. ``HARD_AFTER``: this process ends, even if no thread of it can run Python any more; mpiexec then ends the others.
@@ -26,7 +26,7 @@ class TimeLimitReached(BaseException):
 
 
 class Limits:
-    """Watches one phase of a test after the other."""
+    """Applies the limits to one phase of a test after the other."""
 
     def __init__(self, rank: int, stderr: int) -> None:
         """Take a descriptor that pytest does not capture."""
@@ -38,7 +38,7 @@ class Limits:
         os.write(self._stderr, f"{text}\n".encode())
 
     def end_process_after(self, seconds: float) -> None:
-        """Arm the last limit; every call replaces the one before."""
+        """Set the last limit; every call replaces the one before."""
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._stderr)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What a rank-side test saves, and what it looks at on disk; nothing here asks the code under test."""
+"""Test data and inspection of the disk for rank-side tests; independent of the code under test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = {".metadata", "index.json", "manifest.json"} | {
 
 
 def own_state(step: int, numbers: int = 1000) -> dict[str, Any]:
-    """A payload in which each rank has a tensor and a number of its own, known from rank and step alone."""
+    """A payload in which each rank has its own tensor and number, computed from rank and step."""
     rank = dist.get_rank()
     return {
         "model": {f"w{rank}": torch.full((numbers,), float(100 * step + rank))},
@@ -31,7 +31,7 @@ def own_state(step: int, numbers: int = 1000) -> dict[str, Any]:
 
 
 def is_whole(directory: Path) -> bool:
-    """True when every rank's files are there and none is empty."""
+    """True if every rank's files exist and none is empty."""
     return files_in(directory) == FILES and all((directory / name).stat().st_size > 0 for name in FILES)
 
 
@@ -41,7 +41,7 @@ def files_in(directory: Path) -> set[str]:
 
 
 def pointed_step(root: Path) -> int | None:
-    """What the pointer says; None when there is none."""
+    """The step in the pointer; None if there is no pointer."""
     try:
         return int((root / POINTER).read_text())
     except FileNotFoundError:
@@ -64,8 +64,8 @@ def same_on_all_ranks(value: Any) -> bool:
 
 
 @contextmanager
-def before_each_change(root: Path, look: Callable[[str, str], None]) -> Iterator[None]:
-    """Call ``look(event, path)`` on this rank just before it changes something below ``root``.
+def before_each_change(root: Path, inspect: Callable[[str, str], None]) -> Iterator[None]:
+    """Call ``inspect(event, path)`` on this rank just before it changes something below ``root``.
 
     ``event`` is "open" (for writing) or "os.rename"; of a rename ``path`` is the new name.
     """
@@ -78,9 +78,9 @@ def before_each_change(root: Path, look: Callable[[str, str], None]) -> Iterator
             return
         path = str(args[1] if event == "os.rename" else args[0])
         if path.startswith(str(root)):
-            look(event, path)
+            inspect(event, path)
 
-    # An audit hook stays for good, so it is switched off rather than taken away.
+    # An audit hook can't be removed, so it is switched off.
     sys.addaudithook(hook)
     try:
         yield

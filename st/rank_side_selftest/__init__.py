@@ -1,1 +1,1 @@
-"""The harness of the rank-side tests, shown to fail where it must; ``tox -e mpi`` runs it. Needs mpiexec."""
+"""Tests of the rank-side harness: it must fail where it has to; ``tox -e mpi`` runs them. Needs mpiexec."""

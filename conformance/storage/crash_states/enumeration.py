@@ -1,8 +1,8 @@
-"""Every crash state of a scenario, each judged by the subject's own loader: T1, and T8 for the peer.
+"""Every crash state of a scenario, each judged by the subject's own loader: T1, and T8 for stock DCP.
 
-A scenario is run once, by two real ranks; what they did is traced, and for each place between two operations, in several orders
-of the ranks, each persistence model says what may be on the disk. Each of these states is made and loaded (one that was met
-before is not loaded again), and what the loader says is held against what was promised at that place.
+A scenario is run once, by two real ranks, and traced. For each place between two operations, in several orders of the ranks,
+each persistence model gives the possible states of the disk. Each distinct state is built and loaded once, and the loader's
+verdict is compared with what was promised at that place.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _JUDGE_SECONDS = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How much is looked at.
+    """How much is examined.
 
     Attributes:
-        share: of the states, chosen by their ids; 1.0 is all.
-        models: which.
-        load_anew_every: of so many distinct states one is loaded in full though its step directories were loaded before, in
-            another state. In all of them the loader's own search and verification runs. 0: none.
-        aftermath_every: of so many distinct states one is also lived on in: a next save (O10). 0: none.
-        most_aftermaths: of one scenario.
+        share: share of the states, chosen by their ids; 1.0 is all.
+        models: the persistence models.
+        load_anew_every: every so many distinct states, load all step directories in full, also those that were loaded in an
+            earlier state. The loader's search and verification runs in every state. 0: never.
+        aftermath_every: every so many distinct states, continue with a next save (O10). 0: never.
+        most_aftermaths: the most such continuations per scenario.
     """
 
     share: float = 1.0
@@ -52,7 +52,7 @@ class Options:
     most_aftermaths: int = 40
 
     def keep(self, model: str, where: str) -> Callable[[str], bool]:
-        """Whether a choice at a place is looked at. Those after a kill are few and all looked at."""
+        """Returns a filter for the choices at a place. Those after a kill are few, so all are kept."""
         if self.share >= 1.0 or model == "kill":
             return lambda choice: True
         return lambda choice: zlib.crc32((where + choice).encode()) < self.share * (1 << 32)
@@ -78,7 +78,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """One record a model; or why there are none."""
+    """One record per model, or the error."""
 
     job: Job
     records: tuple[CrashStates, ...] = ()
@@ -88,7 +88,7 @@ class Examined:
 def places(recording: Recording, model: str, *, all_orders: bool = False) -> Iterator[tuple[Place, History]]:
     """Every crash point.
 
-    One that an earlier order has too (for the model, what was done decides, not when) comes once, but with ``all_orders``.
+    A point that an earlier order has too comes once, except with ``all_orders``: to a model only what was done matters.
     """
     seen = set()
     for order, history in recording.histories.items():
@@ -113,7 +113,7 @@ def _key(done: Sequence[Operation], model: str) -> tuple[frozenset[int], tuple[i
 
 
 class Judge:
-    """Makes states and has them judged, each distinct one once."""
+    """Builds states and lets the loader judge each distinct one once."""
 
     def __init__(self, subject: Subject, scenario: Scenario, options: Options) -> None:
         """For one scenario."""
@@ -123,7 +123,7 @@ class Judge:
         self._aftermaths = 0
 
     def verdict(self, tree: Tree) -> tuple[int, Verdict, bool]:
-        """(the state's own number, what the loader says, whether the state is new)."""
+        """(the state's number, the loader's verdict, whether the state is new)."""
         key = hash(frozenset(tree.items()))
         known = self._verdicts.get(key)
         if known is not None:
@@ -141,7 +141,7 @@ class Judge:
         return self._loads.count > 0
 
     def aftermath(self, tree: Tree) -> str:
-        """Every so often: what is wrong with going on from there ("" where nothing is, or it was not this one's turn)."""
+        """Continue from some of the states; returns what went wrong ("" if nothing did, or this state is not one of them)."""
         every = self._options.aftermath_every
         if not every or self._aftermaths >= self._options.most_aftermaths or len(self._verdicts) % every:
             return ""
@@ -152,7 +152,7 @@ class Judge:
 
 
 def judge(subject: Subject, recording: Recording, options: Options) -> list[CrashStates]:
-    """Judge every state of every model; one record a model. To be called in a process of its own."""
+    """Judge every state of every model; one record per model. Call it in a process of its own."""
     scenario = recording.scenario
     found = []
     with quietly():
@@ -210,7 +210,7 @@ def examine(job: Job) -> Examined:
 
 
 def subject_of(name: str) -> Subject:
-    """The library, or the peer."""
+    """The library, or stock DCP."""
     return SUBJECTS[name]()
 
 
@@ -218,7 +218,7 @@ def scenario_of(subject: Subject, name: str) -> Scenario:
     """The subject's scenario of that name.
 
     Raises:
-        RecordingError: it has none.
+        RecordingError: there is no such scenario.
     """
     for scenario in subject.scenarios():
         if scenario.name == name:
@@ -227,7 +227,7 @@ def scenario_of(subject: Subject, name: str) -> Scenario:
 
 
 def run(options: Options | None = None, *, workers: int = 2) -> list[Examined]:
-    """Examine all scenarios of the library, and of the peer beside them; the peer's sums are put into the library's records."""
+    """Examine all scenarios of the library and of stock DCP, whose counts become the ``baseline`` of the library's records."""
     options = options or Options()
     jobs = [
         Job(subject=name, scenario=scenario.name, options=options)

@@ -1,4 +1,4 @@
-"""What was promised at a place in a trace, and which promise a loader's verdict breaks there."""
+"""The promises at a place in a trace, and which of them a loader's verdict breaks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from conformance.storage.tracing.history import Operation
 from conformance.storage.workload.scenarios import BACK, BEGIN, DURABLE, GOING_BACK, NONE, Verdict
 
 ORACLES: Mapping[str, str] = {
-    "O1": "what is loaded is a save that was asked for and not given up",
+    "O1": "what is loaded is a save that was requested and not given up",
     "O2": "after the durable event it is that save or a later one",
     "O3": "nothing that counts as complete fails to load",
     "O4": "what is loaded is one save, bit for bit",
@@ -20,7 +20,7 @@ ORACLES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What LATEST may be: ``current``, or one of ``pending``. ``past`` was current before."""
+    """What LATEST may be: ``current``, or one of ``pending``. ``past`` were current before."""
 
     current: str
     pending: frozenset[str] = frozenset()
@@ -36,7 +36,7 @@ class Progress:
     past: set[str] = field(default_factory=set)
 
     def observe(self, one: Operation) -> None:
-        """Take note of a mark; another operation changes no promise."""
+        """Process a mark; other operations change no promise."""
         if one.kind != "mark":
             return
         for kind in (BEGIN, GOING_BACK):
@@ -44,14 +44,14 @@ class Progress:
                 self.pending.add(one.path.removeprefix(kind))
         for kind in (DURABLE, BACK):
             reached = one.path.removeprefix(kind)
-            # The ranks tell the same one after the other; the first one counts.
+            # Every rank reports the same mark; the first one counts.
             if one.path.startswith(kind) and reached != self.current and reached not in self.past:
                 self.past.add(self.current)
                 self.pending.discard(reached)
                 self.current = reached
 
     def promise(self) -> Promise:
-        """What holds now."""
+        """The promises that hold now."""
         return Promise(current=self.current, pending=frozenset(self.pending), past=frozenset(self.past))
 
 

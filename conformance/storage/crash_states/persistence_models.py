@@ -1,18 +1,18 @@
-"""What may be on the disk after a crash: three persistence models over one traced sequence of operations.
+"""The possible states of the disk after a crash: three persistence models over one traced sequence of operations.
 
-The trace says what was asked of the kernel, in order. A crash comes after the first ``point`` of these operations; what is
-there afterwards depends on what the disk may forget:
+The trace is the sequence of calls to the kernel. A crash comes after the first ``point`` of these operations. The models differ
+in what the disk may lose:
 
-* ``kill``: only the process dies. Everything asked for is there; the last write may have been cut in half.
-* ``journal``: the power goes, on a file system like ext4 in ordered mode. Names (created, renamed, removed) persist in their
+* ``kill``: only the process dies. All operations are kept; the last write may be cut in half.
+* ``journal``: power cut on a file system like ext4 in ordered mode. Names (created, renamed, removed) persist in their
   order, as a prefix; bytes that were not synced are there in full, in part, as zeros or not at all. ``fsync`` of a file keeps
   its bytes and its name (with every name before it), ``fsync`` of a directory the names in it.
-* ``posix``: the power goes, and nothing holds but what POSIX says. A name persists by ``fsync`` of the directory that it is
-  in (a rename by that of either); the others are there or not in any combination (all subsets of up to 8, beyond that each
-  alone, all but one, and each prefix). Bytes persist by ``fsync`` of the file. A rename is there as a whole or not at all, so
-  is an exchange.
+* ``posix``: power cut, with the guarantees of POSIX only. A name persists by ``fsync`` of the directory that it is
+  in (a rename by that of either); the others are kept or lost in any combination (all subsets of up to 8, beyond that each
+  alone, all but one, and each prefix). Bytes persist by ``fsync`` of the file. A rename is atomic, and
+  so is an exchange.
 
-What is left out: a disk that lies about ``fsync``, blocks torn within a sector, the order of two threads of one rank (it is as
+Not modelled: a disk that lies about ``fsync``, blocks torn within a sector, the order of two threads of one rank (it is as
 recorded), and more orders of the two ranks than those that :mod:`conformance.storage.tracing.recorder` makes.
 """
 
@@ -41,7 +41,7 @@ def _everything(_: str) -> bool:
 def states(history: History, point: int, model: str, keep: Keep = _everything) -> Found:
     """Every (choice, tree) that ``model`` allows after the first ``point`` operations. The same tree may come twice.
 
-    ``choice`` names what was kept, the same in each run of the same program; ``keep`` says of a choice whether it is wanted.
+    ``choice`` names what was kept; it is the same in each run of the same program. ``keep`` filters choices.
     """
     yield from {"kill": _kill, "journal": _journal, "posix": _posix}[model](history, point, keep)
 
@@ -96,14 +96,14 @@ def _subsets(free: Sequence[int]) -> Iterator[set[int]]:
 
 
 class _Data:
-    """The choices of bytes at one point, made once for all choices of names."""
+    """The choices of bytes at one point, computed once for all choices of names."""
 
     def __init__(self, history: History, point: int) -> None:
         self._clean = history.contents(point)
         self._variants = {inode: history.variants(inode, point) for inode in history.dirty(point)}
 
     def choices(self, *, in_full: bool) -> Iterator[tuple[str, Callable[[], dict[int, bytes]]]]:
-        """Of the bytes of all files: treated alike, and ``in_full`` also combined (where too many, one file apart)."""
+        """Choices for the bytes of all files: one kind for all; with ``in_full`` also combinations (or one file at a time)."""
         if not self._variants:
             yield "data=all", lambda: self._clean
             return
@@ -125,6 +125,6 @@ class _Data:
                 yield {**dict.fromkeys(inodes, rest), inode: kind}
 
     def _picked(self, picked: Mapping[int, str]) -> dict[int, bytes]:
-        # A kind that a file does not have apart (half of nothing) is all of it.
+        # A file without this kind (half of nothing) is kept in full.
         variants = self._variants
         return self._clean | {i: variants[i].get(kind, variants[i]["all"]) for i, kind in picked.items()}

@@ -1,16 +1,16 @@
-"""T2: a committed checkpoint is damaged in every way of the list, and loaded. Nothing may be silent, nothing live touched.
+"""T2: a committed checkpoint is damaged in every listed way, and loaded. No damage may be loaded silently or change live state.
 
-A small checkpoint is saved by two ranks, in both layouts of the training state, with an older good step beside it. Each damage
+A small checkpoint is saved by two ranks, in both layouts of the training state, with an older undamaged step. Each damage
 is then judged in one process, by the real checkpointer:
 
 - by path: the load raises an error of the library that names the file, or what it loads is bit for bit what was saved; where
-  one byte of a shard is flipped, before its table of digests, the error tells a place in the file that has that byte;
+  one byte of a shard is flipped, before its table of digests, the error names a range of the file that contains it;
 - the same with ``verify: size`` of damage that shows in a size;
 - by LATEST: the older step is found instead, a warning says why the newer one was refused, and it loads bit for bit;
 - the live tensors, plain values and random streams are the same after a failed load, and no file is changed by reading.
 
-Every single byte is flipped and held against the manifest as a load does it (``bit flip, digest checked``); a seeded sample of
-the flips, and all other damage, is loaded in full. Stock ``dcp.load`` gets the same damaged files, for its own count.
+Every byte is flipped and verified against the manifest as a load does it (``bit flip, digest checked``); a seeded sample of the
+flips, and all other damage, is loaded in full. Stock ``dcp.load`` gets the same damaged files, for comparison.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from conformance.storage.records import MOST_EXAMPLES, Corruption
 from conformance.storage.workload import small_checkpoint as small
 from conformance.storage.workload.small_checkpoint import Layout
 
-# A load of so little that asks for more than this has believed a damaged size.
+# A load of this small checkpoint that allocates more than this has trusted a damaged size.
 _MOST_MEMORY = 8 << 30
 _LIBRARY = "hyper_resume.checkpoint"
 DIGEST_ROW, FLIP_ROW = "bit flip, digest checked", "bit flip, loaded"
@@ -56,7 +56,7 @@ SMOKE = Size(flips=2000, loads=60, truncations=40, others=60)
 def examine(
     folder: Path, layout: Layout, damages: Sequence[Damage], level: Level, *, ask_stock: bool = True
 ) -> list[Verdict]:
-    """Judge cases in a forked process. A case that ends it, or that hangs, is found out by judging each alone."""
+    """Judge cases in a forked process. If it dies or hangs, each case is judged alone to find the culprit."""
 
     def judge() -> list[Verdict]:
         resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
@@ -75,7 +75,7 @@ def examine(
     if len(damages) > 1:
         return [verdict for one in damages for verdict in examine(folder, layout, [one], level, ask_stock=ask_stock)]
     if ask_stock:
-        # Who was it? Stock DCP unpickles what it finds, and may well end a process.
+        # Find the culprit: library or stock DCP, which unpickles what it finds and may end a process.
         return examine(folder, layout, damages, level, ask_stock=False)
     return [_broken(damages[0], level, end)]
 
@@ -86,7 +86,7 @@ def _broken(damage: Damage, level: Level, end: Ended) -> Verdict:
 
 
 def _job(job: tuple[str, str, Layout, Sequence[Damage]]) -> Any:
-    """What a worker does: build, or judge a batch."""
+    """The job of a worker: build, or judge a batch."""
     what, folder, layout, damages = job
     if what == "build":
         build(Path(folder), layout)
@@ -96,7 +96,7 @@ def _job(job: tuple[str, str, Layout, Sequence[Damage]]) -> Any:
 
 
 def run(*, size: Size = FULL, seed: int = 0, workers: int = 2) -> tuple[Corruption, ...]:
-    """Try all kinds of damage; one record a kind.
+    """Try all kinds of damage; one record per kind.
 
     Raises:
         WorkerError: harness trouble, or nothing could be saved.
@@ -105,7 +105,7 @@ def run(*, size: Size = FULL, seed: int = 0, workers: int = 2) -> tuple[Corrupti
 
 
 def verdicts(*, size: Size = FULL, seed: int = 0, workers: int = 2) -> list[Verdict]:
-    """Every case's verdict, for who wants more than :func:`run` tells."""
+    """The verdict of every case."""
     with (
         tempfile.TemporaryDirectory(prefix="corruption-", dir=scratch()) as place,
         Workers(workers, preload=[_LIBRARY]) as pool,
@@ -122,7 +122,7 @@ def verdicts(*, size: Size = FULL, seed: int = 0, workers: int = 2) -> list[Verd
 
 
 def choose(material: Material, size: Size, seed: int) -> tuple[list[Damage], list[Damage]]:
-    """The cases of one layout (its half of ``size``): those held against the manifest only, and those loaded in full."""
+    """The cases of one layout (its half of ``size``): those verified against the manifest only, and those loaded in full."""
     choose = random.Random(f"{seed}/{material.layout}/sample")
     flips = list(kinds.flips(material, seed))
     loads = choose.sample(flips, min(len(flips), size.loads // 2))
@@ -146,7 +146,7 @@ def row_of(verdict: Verdict) -> str:
 
 
 def summarise(found: Iterable[Verdict]) -> list[Corruption]:
-    """One record a kind, in order of first appearance."""
+    """One record per kind, in order of first appearance."""
     rows: dict[str, list[Verdict]] = {}
     for verdict in found:
         rows.setdefault(row_of(verdict), []).append(verdict)
@@ -180,9 +180,9 @@ def _is_silent(verdict: Verdict) -> bool:
 
 
 def replay(case_id: str) -> Verdict:
-    """Make one damage again, to a checkpoint saved afresh, and judge it in full.
+    """Apply one damage to a new checkpoint, and judge it in full.
 
-    Only lengths and places are the same as before: attempt ids and times differ from save to save.
+    Lengths and offsets are the same as before; save ids and times differ from save to save.
 
     Raises:
         ValueError: no id of this tier.

@@ -1,6 +1,6 @@
-"""Damage to a committed checkpoint: which there is, and what a step directory looks like with it. Pure: bytes in, bytes out.
+"""The kinds of damage, and the content of a step directory with each. Pure functions on bytes.
 
-A case id is all that is needed to make the damage again: ``corruption:per_rank:flip:.metadata:123.4`` is bit 4 of byte 123.
+A case id is enough to repeat the damage: ``corruption:per_rank:flip:.metadata:123.4`` is bit 4 of byte 123.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ TIER = "corruption"
 SECTOR = 512
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
-# What a step directory holds: path below it to content.
+# The content of a step directory: relative path -> bytes.
 Content = dict[str, bytes]
 
-# The kinds of single-file damage that come from another save, and which save that is (see `corruption.build`).
+# The kinds of single-file damage with a file of another save, and which save (see `judge.build`).
 FOREIGN: Mapping[str, str] = {
     "stale file": "older",
     "file of another attempt": "attempt",
     "file of an equal attempt": "equal",
     "file of another world size": "alone",
 }
-# What is promised to be refused, also where what is loaded would be right all the same.
+# Damage that must be refused, even where the loaded values would be right.
 _REFUSED_EDITS = frozenset(
     ("step", "attempt", "format-version", "unknown-key", "file-digest", "file-size", "file-outside", "absolute-name",
      "unknown-file")
 )  # fmt: skip
-# How else an error may say what does not belong together.
+# Other words by which an error may name files that do not belong together.
 _ALSO_NAMED: Mapping[str, tuple[str, ...]] = {
     "step": ("its manifest step", "its manifest is of"),
     "attempt": ("parts of different saves",),
     "unknown-file": ("__7_0.distcp",),
 }
-# Damage that is found without reading a file.
+# Damage that is detected without reading a file.
 SHOWS_IN_SIZE = ("truncated", "appended", "missing")
 
 
@@ -61,25 +61,25 @@ class Damage:
 
     @property
     def culprits(self) -> tuple[str, ...]:
-        """The files that an error may name, each as good as another."""
+        """The files of which an error must name at least one."""
         if self.kind == "swapped":
             return (self.file, self.detail)
         if self.kind.startswith("manifest "):
             return (MANIFEST, self.file, *_ALSO_NAMED.get(self.detail, ()))
         if self.file == MANIFEST and self.kind in FOREIGN:
-            # All else is then not as the manifest says; any of it will do.
+            # Then all other files differ from the manifest, so any of them may be named.
             return (MANIFEST, METADATA, ".distcp", "extra_state_rank_")
         return (self.file,)
 
     @property
     def must_be_refused(self) -> bool:
-        """It is promised to be noticed, whatever is loaded."""
+        """True if it must be detected, whatever values are loaded."""
         return self.kind == "missing" or (self.kind.startswith("manifest ") and self.detail in _REFUSED_EDITS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
-    """The step directory that is damaged, and others to take files from, by name."""
+    """The step directory to damage, and others to take files from, by name."""
 
     layout: Layout
     newest: Content
@@ -87,9 +87,9 @@ class Material:
 
 
 def reported_place(damage: Damage, material: Material) -> int | None:
-    """The byte of a shard that must be told as damaged, by a place in the file that has it; None where none has to be.
+    """The byte of a shard that must lie in the range that the error names; None where no range is required.
 
-    A shard's table tells each of its segments apart. Where the table itself is damaged nothing tells where.
+    A shard's table has a digest per segment. If the table itself is damaged, no range can be named.
     """
     if damage.kind != "flip" or not damage.file.endswith(".distcp"):
         return None
@@ -100,7 +100,7 @@ def reported_place(damage: Damage, material: Material) -> int | None:
 
 
 def parse_id(case_id: str) -> Damage:
-    """The damage that an id stands for.
+    """The damage of an id.
 
     Raises:
         ValueError: it is no such id.
@@ -112,7 +112,7 @@ def parse_id(case_id: str) -> Damage:
 
 
 def damaged(damage: Damage, material: Material) -> Content:
-    """What the step directory holds with that damage.
+    """The content of the step directory with that damage.
 
     Raises:
         KeyError: there is no such kind, file or edit.
@@ -176,7 +176,7 @@ def _edit(content: Content, damage: Damage, material: Material) -> None:
 
 
 def own_digest(manifest: Mapping[str, Any]) -> str:
-    """The manifest's digest of itself, computed apart from the library: of its JSON without that key, sorted, unspaced."""
+    """The manifest's digest of itself, computed without the library: of its JSON without that key, sorted, unspaced."""
     rest = {key: value for key, value in manifest.items() if key != "digest"}
     return "xxh3_128:" + xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
@@ -298,7 +298,7 @@ def flips(material: Material, seed: int) -> Iterator[Damage]:
 
 
 def truncations(material: Material, seed: int, count: int) -> list[Damage]:
-    """``count`` lengths over all files: for each its ends, and then wherever."""
+    """``count`` lengths over all files: both ends of each file, then random lengths."""
     choose = random.Random(f"{seed}/{material.layout}/truncated")
     sizes = {file: len(content) for file, content in sorted(material.newest.items())}
     places = [(file, length) for file, size in sizes.items() for length in sorted({0, 1, size - 1})]
@@ -308,7 +308,7 @@ def truncations(material: Material, seed: int, count: int) -> list[Damage]:
 
 
 def others(material: Material) -> list[Damage]:
-    """Everything else; damage that would change nothing (a sector that is zero already) is left out."""
+    """All other damage, except damage that would change nothing (a sector that is zero already)."""
     found = [
         Damage(layout=material.layout, kind=kind, file=file, detail=detail)
         for kind, file, detail in _other_places(material)
@@ -331,11 +331,11 @@ def _other_places(material: Material) -> Iterator[tuple[str, str, str]]:
     yield from (("extra", name, METADATA) for name in ("notes.txt", ".metadata.tmp", "extra_state/notes.txt"))
     for kind in ("manifest edited", "manifest resealed"):
         for edit in EDITS:
-            # A shard of rank 1: rank 0, which reads most, has no reason to look at it.
+            # A shard of rank 1, because rank 0, which verifies most, has no other reason to read it.
             yield (kind, "__1_0.distcp", edit)
 
 
 def _pairs(files: list[str]) -> list[tuple[str, str]]:
-    """The files that two ranks have of the same kind."""
+    """Pairs of files of the same kind from two ranks."""
     pairs = (("__0_0.distcp", "__1_0.distcp"), *[tuple(f"extra_state/extra_state_rank_{r}.pt" for r in (0, 1))])
     return [(one, other) for one, other in pairs if one in files and other in files]

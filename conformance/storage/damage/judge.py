@@ -1,4 +1,4 @@
-"""One damaged checkpoint, held against the promises: what :mod:`conformance.storage.damage.corruption` asks of each case."""
+"""Builds the checkpoint to damage, and judges one damaged checkpoint against the promises."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from conformance.storage.workload import small_checkpoint as small
 from conformance.storage.workload.small_checkpoint import Layout
 
 OLDER, NEWEST = 10, 20
-# Of the least tensor that is a segment of its own.
+# The size of the smallest tensor that is a segment of its own.
 _OWN_SEGMENT_BYTES = 32
 Level = Literal["digest", "load"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What came of one case. ``violations`` is empty when every promise held; ``message`` is what the library reported."""
+    """The outcome of one case. ``violations`` is empty when every promise held; ``message`` is what the library reported."""
 
     damage: Damage
     level: Level
@@ -35,14 +35,14 @@ class Verdict:
 
 
 class NothingToDamage(RuntimeError):
-    """The checkpoint that is to be damaged can't be saved, or does not load as it is: harness or library is broken."""
+    """The checkpoint to damage can't be saved, or does not load undamaged: the harness or the library is broken."""
 
 
 # ---- the checkpoint -----------------------------------------------------------------------------------------------------
 
 
 def build(folder: Path, layout: Layout) -> None:
-    """Save what is needed below ``folder``: ``root`` (steps 10 and 20), and three other saves of step 20.
+    """Save, below ``folder``: ``root`` (steps 10 and 20), and three other saves of step 20.
 
     Raises:
         NothingToDamage: a save failed.
@@ -52,7 +52,7 @@ def build(folder: Path, layout: Layout) -> None:
         from hyper_resume.checkpoint import DistributedCheckpointer
         from hyper_resume.checkpoint.saving import stream
 
-        # So small a shard gets a segment for each tensor, as a large one does. In this process only, which does nothing else.
+        # With this, such a small shard gets a segment per tensor, as a large one does. Set in this process only.
         stream.SMALL_BYTES = _OWN_SEGMENT_BYTES
         root = folder / name
         root.mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ def build(folder: Path, layout: Layout) -> None:
 
 
 def material(folder: Path, layout: Layout) -> Material:
-    """Read into memory what :func:`build` made."""
+    """Read the directories of :func:`build` into memory."""
     root = folder / "root"
     return Material(
         layout=layout,
@@ -104,7 +104,7 @@ def write_tree(directory: Path, content: Content) -> None:
 
 
 def check_undamaged(folder: Path, layout: Layout) -> None:
-    """The checkpoint as it is must load, or no refusal means anything.
+    """Verify that the undamaged checkpoint loads; otherwise a refusal would mean nothing.
 
     Raises:
         NothingToDamage: it does not.
@@ -124,7 +124,7 @@ def check_undamaged(folder: Path, layout: Layout) -> None:
 
 
 class Judge:
-    """Puts one damage after the other into a root of its own, and asks the library."""
+    """Applies one damage after the other to a root of its own, and lets the library load it."""
 
     def __init__(self, root: Path, material: Material) -> None:
         """``root`` is a private copy that holds both steps."""
@@ -133,7 +133,7 @@ class Judge:
         self._material = material
 
     def at_digest_level(self, damage: Damage) -> Verdict:
-        """Only what a load does before it reads: the manifest, and every file held against it."""
+        """Only what a load does before it reads values: verify every file against the manifest."""
         from hyper_resume.checkpoint.format import manifest
         from hyper_resume.errors import CheckpointMismatchError
 
@@ -153,7 +153,7 @@ class Judge:
         return Verdict(damage=damage, level="digest", outcome="refused", violations=tuple(violations), message=message)
 
     def _missing_in_message(self, message: str, damage: Damage) -> list[str]:
-        """What a refusal leaves out."""
+        """What is missing in the message of a refusal."""
         byte = kinds.reported_place(damage, self._material)
         spans = [(int(begin), int(end)) for begin, end in _PLACES.findall(message)]
         violations = [] if _names_one(message, damage) else ["file not named"]
@@ -163,7 +163,7 @@ class Judge:
         return violations
 
     def by_loading(self, damage: Damage, *, ask_stock: bool) -> Verdict:
-        """By path and by LATEST, in full."""
+        """Load in full, by path and by LATEST."""
         content = kinds.damaged(damage, self._material)
         write_tree(self._newest, content)
         before = read_tree(self._root)
@@ -211,7 +211,7 @@ class Judge:
         return "harmless", message, violations
 
     def _by_latest(self, damage: Damage, outcome: str) -> tuple[bool, list[str]]:
-        """Whether the older step was taken, and what is wrong with that."""
+        """Whether the older step was loaded, and what is wrong with that."""
         from hyper_resume.checkpoint import DistributedCheckpointer
 
         with small.collected_warnings() as warnings:
@@ -237,7 +237,7 @@ class Judge:
         return True, violations
 
     def _stock_is_silent(self) -> bool:
-        """Stock DCP returns, and something is not as it was saved."""
+        """True if stock DCP loads without an error, and a value differs."""
         from torch.distributed.checkpoint.state_dict_loader import load
 
         live = small.destination()
@@ -257,7 +257,7 @@ def _names_one(message: str, damage: Damage) -> bool:
 
 
 def _stock_reads(damage: Damage) -> bool:
-    """Stock DCP is asked of what stock DCP wrote: its metadata and its shards, without our training state among them."""
+    """True for files that stock DCP reads: metadata and shards, without this library's training state."""
     return damage.layout == "per_rank" and (damage.file == kinds.METADATA or damage.file.endswith(".distcp"))
 
 

@@ -1,7 +1,7 @@
-"""The library's file operations, one of which fails: the N-th that the error can strike, once or from then on.
+"""File operations of the library of which one fails: the N-th that can return the error, once or from then on.
 
-Writes and reads are counted one by one, below the loops that survive short ones. What is done to the disk before the error is
-what a real one leaves: a full disk takes half of a write.
+Writes and reads are counted one by one, below the loops that handle short ones. The disk is left as a real error leaves it: a
+full disk takes half of a write.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BY_NAME = frozenset(
 )
 _GROWING = frozenset(("make_directory", "create", "write", "sync", "rename", "exchange", "sync_directory"))
 SHORT_WRITE, SHORT_READ = "short write", "short read"
-# Which operations an error can be the answer of.
+# The operations that can return an error.
 OPERATIONS_OF: Mapping[str, frozenset[str]] = {
     "EIO": _ALL,
     "ENOSPC": _GROWING,
@@ -42,9 +42,9 @@ OPERATIONS_OF: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """``error`` at the ``at``-th operation (from 1) that it can strike; with ``persistent`` at all after it too.
+    """``error`` at the ``at``-th operation (from 1) that can return it; with ``persistent`` at all later ones too.
 
-    ``only`` names one kind of operation, where no other is to count.
+    ``only`` names one kind of operation; then only that kind is counted.
     """
 
     error: str
@@ -53,25 +53,25 @@ class Fault:
     only: str = ""
 
     def applies_to(self, operation: str) -> bool:
-        """It is counted."""
+        """True if the operation is counted."""
         return operation in OPERATIONS_OF[self.error] and self.only in ("", operation)
 
 
 class FailingOperations(FileOperations):
-    """Counts, and fails where the fault says. ``fault`` None only counts.
+    """Counts operations, and fails at the fault. ``fault`` None only counts.
 
     Attributes:
-        reached: operations so far that the fault can strike.
-        struck: what failed first, "" where nothing has: the operation and its path.
-        failed_sync: the file whose sync failed first, "" for none.
-        synced_again: a file that was synced again after its sync had failed, "" for none.
-        unsynced: names that were made or moved, and whose directory was not synced since.
-        removed_early: what was deleted in the trash before it had left its name for good (neither directory of the rename was
-            synced), "" for none.
+        reached: operations so far that can return the error.
+        struck: the first failed operation and its path; "" if none failed.
+        failed_sync: the file whose sync failed first; "" for none.
+        synced_again: a file that was synced again after its sync had failed; "" for none.
+        unsynced: names that were created or moved, and whose directory was not synced since.
+        removed_early: what was deleted in the trash before its rename was durable (neither directory of the rename was
+            synced); "" for none.
     """
 
     def __init__(self, fault: Fault | None) -> None:
-        """Count from now on."""
+        """Start counting."""
         self._fault = fault
         self._lock = threading.Lock()
         self.reached = 0
@@ -84,15 +84,15 @@ class FailingOperations(FileOperations):
 
     @property
     def error(self) -> str:
-        """What the fault is; "" without one."""
+        """The name of the error; "" without a fault."""
         return "" if self._fault is None else self._fault.error
 
     def mend(self) -> None:
-        """The disk is well again."""
+        """Stop failing."""
         self._fault = None
 
     def meet(self, operation: str, path: Path) -> str:
-        """Count one operation; "" when it is to go well, else ``error`` of the fault."""
+        """Count one operation. Returns "" if it succeeds, otherwise the fault's ``error``."""
         with self._lock:
             if self._fault is None or not self._fault.applies_to(operation):
                 return ""
@@ -108,27 +108,27 @@ class FailingOperations(FileOperations):
             raise os_error(error, path)
 
     def make_directory(self, path: Path) -> None:
-        """As the real one."""
+        """As the real operation."""
         self._try("make_directory", path)
         super().make_directory(path)
         self.unsynced.add(path)
 
     def create(self, path: Path) -> OutputFile:
-        """As the real one; what it returns is counted too."""
+        """As the real operation; operations on the returned file are counted too."""
         self._try("create", path)
         with super().create(path) as file:
             self.unsynced.add(path)
             return _FailingFile(os.dup(file._descriptor), path, self)
 
     def rename(self, source: Path, target: Path) -> None:
-        """As the real one."""
+        """As the real operation."""
         self._try("rename", source)
         super().rename(source, target)
         self.unsynced = {_moved(name, source, target) for name in self.unsynced} | {target}
         self._half_moved[target] = source.parent
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """As the real one."""
+        """As the real operation."""
         self._try("exchange", one)
         if not super().exchange(one, other):
             return False
@@ -139,7 +139,7 @@ class FailingOperations(FileOperations):
         return True
 
     def remove(self, path: Path) -> None:
-        """As the real one."""
+        """As the real operation."""
         self._try("remove", path)
         super().remove(path)
         if any(path.is_relative_to(moved) for moved in self._half_moved if moved.parent.name == ".trash"):
@@ -147,13 +147,13 @@ class FailingOperations(FileOperations):
         self.unsynced.discard(path)
 
     def remove_directory(self, path: Path) -> None:
-        """As the real one."""
+        """As the real operation."""
         self._try("remove_directory", path)
         super().remove_directory(path)
         self.unsynced.discard(path)
 
     def sync_directory(self, path: Path) -> None:
-        """As the real one."""
+        """As the real operation."""
         self._try("sync_directory", path)
         super().sync_directory(path)
         self.unsynced = {name for name in self.unsynced if name.parent != path}
@@ -162,7 +162,7 @@ class FailingOperations(FileOperations):
         }
 
     def open_read(self, path: Path) -> InputFile:
-        """As the real one; what it returns is counted too."""
+        """As the real operation; operations on the returned file are counted too."""
         self._try("open_read", path)
         with super().open_read(path) as file:
             return _FailingReader(os.dup(file.fileno()), path, self)
@@ -208,7 +208,7 @@ class _FailingFile(OutputFile):
 
 class _FailingReader(InputFile):
     def __init__(self, descriptor: int, path: Path, operations: FailingOperations) -> None:
-        # Short reads need a file that is read: a mapped one has none.
+        # Short reads need a file that is read; a mapped file has no reads.
         self.may_map = operations.error != SHORT_READ
         super().__init__(descriptor, path)
         self._operations = operations
@@ -234,7 +234,7 @@ class _FailingReader(InputFile):
         if error == SHORT_READ:
             left = max(0, os.fstat(self.fileno()).st_size - self.tell())
             wanted = left if size < 0 else min(size, left)
-            # 0 would say that the file ends here.
+            # 0 would mean the end of the file.
             return read(max(1, wanted // 2)) if wanted else read(size)
         if error:
             raise os_error(error, self.path)
@@ -242,6 +242,6 @@ class _FailingReader(InputFile):
 
 
 def os_error(name: str, path: Path) -> OSError:
-    """The error as the kernel's would arrive in Python."""
+    """The error as Python raises it for the kernel's."""
     number = getattr(errno, name)
     return OSError(number, os.strerror(number), str(path))

@@ -1,4 +1,4 @@
-"""One run of T3, held against the promises: what the two ranks reports, and what was on disk right after."""
+"""Judges one run of T3: what the two ranks reported, and what was on disk right after."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conformance.storage.workload import small_checkpoint as small
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What came of one run: which operation failed, whether all went on all the same, and what must not be."""
+    """The outcome of one run: which operation failed, whether the run succeeded in spite of it, and the broken promises."""
 
     case: Case
     number: int
@@ -25,23 +25,23 @@ class Verdict:
 
 
 def _says_why(report: RankReport, step: int) -> bool:
-    """A copy may stay where it stepped aside to when the run broke off at its begin, or has said that it leaves it there."""
+    """A copy that was set aside may stay there if the run failed at its begin, or has warned that it leaves it there."""
     return report.phase == "begin" or any(
         f"global_step_{step}" in line and "can't be moved back" in line for line in report.warnings
     )
 
 
 class Judge:
-    """Holds what the ranks reports, and what was on disk right after, against the promises."""
+    """Compares the ranks' reports, and the disk right after, with the promises."""
 
     def __init__(self, scenario: Scenario, case: Case, template: Path) -> None:
-        """``template`` is the root as it was before."""
+        """``template`` is the root before the run."""
         self._scenario = scenario
         self._case = case
         self._before = read_tree(template)
 
     def judge(self, number: int, reports: Sequence[RankReport], after: Path) -> Verdict:
-        """One run. To be called in a process of its own: it loads."""
+        """Judge one run. It loads checkpoints, so call it in a process of its own."""
         struck = next((one.struck for one in reports if one.struck), "")
         violations = [*self._of_the_ranks(reports)]
         if self._scenario.saves is None:
@@ -149,11 +149,11 @@ class Judge:
         return step == self._scenario.set_aside and found == _part(self._before, f"global_step_{step}/")
 
 
-# What an error says that came after the commit: only the pointer is missing.
+# Part of an error that came after the commit: only the pointer is missing.
 _SAYS_PUBLISHED = "the checkpoint is complete"
 _LOADING = ("CheckpointMismatchError", "CheckpointNotFoundError")
 _RIGHT_ERRORS = {
-    # It is before any save, so it may say what the system said.
+    # It is before any save, so the system's own error is allowed.
     "begin": ("CheckpointSaveError", "OSError", "PermissionError"),
     "save": ("CheckpointSaveError",),
     "search": _LOADING,

@@ -1,18 +1,18 @@
-"""T3: the N-th file operation fails, for N = 1, 2, ... until none is left; with ten errors, once and for good, on each rank.
+"""T3: the N-th file operation fails, for N = 1, 2, ... to the last one; ten errors, once and from then on, on each rank.
 
-Two ranks do one thing (a first save, the next one with pointer and retention, the same step again, a save in the background, a
-load) on file operations of which one fails. Whatever then comes, both ranks must say the same within the time limit, and:
+Two ranks run one scenario (a first save, the next one with pointer and retention, the same step again, a save in the
+background, a load) on file operations of which one fails. Both ranks must then report the same within the time limit, and:
 
-- what was saved before is there, byte for byte; only what retention gives up may be gone, and only for a newer whole one;
-- a save that said success is whole, and pointer and LATEST are at it; one that said failure has published nothing, or says so;
-- the pointer names what loads;
-- a file whose sync failed is never synced again, and nothing that it is a part of is published;
-- what is done has its names synced too, and a short write or read, which is no error, is gone on with;
-- on a mended disk the next save works, and after it nothing is left behind: no staged file, no trash, no open file;
-- a failed load has not touched the run_cases state, and works when it is tried again.
+- earlier checkpoints are unchanged, byte for byte; only those that retention may delete can be missing, for a newer one;
+- a successful save is complete, and pointer and LATEST name it; a failed one has published nothing, or its error says so;
+- the pointer names a checkpoint that loads;
+- a file whose sync failed is never synced again, and is never published;
+- names are synced too; a short write or read, which is no error, is continued;
+- on a disk that works again the next save succeeds, and leaves no staged file, no trash and no open file;
+- a failed load has not changed the live state, and succeeds when it is repeated.
 
-One pair of ranks goes through many N of a case, because a failed save must leave its processes fit for the next one. A pair
-that hangs or dies is ended, and another goes on after the operation that did it.
+One pair of ranks runs many N of a case, because a process must be able to save again after a failed save. A pair that hangs or
+dies is killed, and another continues after that operation.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from conformance.storage.records import MOST_EXAMPLES, OperationErrors
 from conformance.storage.workload import small_checkpoint as small
 
 _THIRD = 3
-# A case that never stops failing would be a mistake of this file.
+# A case that never stops failing would be a bug of this module.
 _MOST_OPERATIONS = 500
 _PAIR_SECONDS = 180.0
-# A rank that waits so long for the other in one collective waits for ever: a whole run takes tenths of a second.
+# A rank that waits this long in one collective hangs: a whole run takes tenths of a second.
 _COLLECTIVE_SECONDS = 10.0
 _LIBRARY = "hyper_resume.checkpoint"
 
@@ -43,11 +43,11 @@ _LIBRARY = "hyper_resume.checkpoint"
 
 
 class NothingToDo(RuntimeError):
-    """What a scenario begins with could not be saved: harness trouble, or a broken library."""
+    """The root of a scenario could not be saved: an error of the harness, or a broken library."""
 
 
 def build(folder: Path, scenario: Scenario) -> Path:
-    """Make the root that the scenario begins with, below ``folder``; returns it.
+    """Make the scenario's root below ``folder``; returns it.
 
     Raises:
         NothingToDo: a save failed.
@@ -70,14 +70,14 @@ def build(folder: Path, scenario: Scenario) -> Path:
 
 
 def examine(template: Path, case: Case) -> list[Verdict]:
-    """All runs of a case, the last of which met no failure; in a process without threads."""
+    """All runs of a case; in the last one nothing fails. Call it in a process without threads."""
     return [verdict for part in examine_in_parts(template, case) for verdict in part]
 
 
 def examine_in_parts(
     template: Path, case: Case, *, most_hangs: int = 3, runs_of_a_pair: int = 40
 ) -> Iterator[list[Verdict]]:
-    """The same, as each pair of ranks is done with; given up after ``most_hangs`` pairs in a row that hung or died.
+    """The same, yielded per pair of ranks; gives up after ``most_hangs`` pairs in a row that hung or died.
 
     A pair costs as much as a run, so it makes ``runs_of_a_pair``.
     """
@@ -149,14 +149,14 @@ def _broken(case: Case, number: int, ends: Sequence[Ended]) -> Verdict:
 def _how(end: Ended) -> str:
     if end.how == "died":
         return "a rank died"
-    # A collective that is waited in for too long is broken off by torch, on the one rank; the other finds it closed.
+    # After a timeout torch aborts the collective on one rank; the other finds its connection closed.
     return "hung" if end.how == "hung" or "gloo" in end.message or "imed out" in end.message else "the harness failed"
 
 
 def cases(scenarios: Sequence[Scenario] = SCENARIOS, *, thorough: bool = True) -> list[Case]:
-    """Every error, once and for good, on each rank, in each scenario.
+    """Every error, once and from then on, on each rank, in each scenario.
 
-    Not ``thorough``, EIO strikes every operation and each other error every third, another third than the error before it.
+    Without ``thorough``, EIO hits every operation, and each other error a third of them, with alternating offsets.
     """
     return [
         Case(
@@ -184,7 +184,7 @@ def run(*, share: float = 1.0, seed: int = 0, thorough: bool = False, workers: i
 
 
 def verdicts(*, share: float = 1.0, seed: int = 0, thorough: bool = False, workers: int = 2) -> list[Verdict]:
-    """Every run's verdict, for who wants more than :func:`run` tells."""
+    """The verdict of every run."""
     chosen = cases(thorough=thorough)
     if share < 1.0:
         chosen = random.Random(seed).sample(chosen, max(1, round(share * len(chosen))))
@@ -207,7 +207,7 @@ def _examine(job: tuple[str, Case]) -> list[Verdict]:
 
 
 def summarise(found: Sequence[Verdict]) -> list[OperationErrors]:
-    """One record for each scenario, error and form; the runs in which nothing failed are not counted."""
+    """One record per scenario, error and form; runs in which nothing failed are not counted."""
     rows: dict[tuple[str, str, bool], list[Verdict]] = {}
     for verdict in found:
         key = (verdict.case.scenario, verdict.case.error, verdict.case.persistent)
@@ -230,7 +230,7 @@ def _record(scenario: str, error: str, persistent: bool, of_row: Sequence[Verdic
 
 
 def parse_id(case_id: str) -> Case:
-    """The case and its N that an id stands for.
+    """The case and the N of an id.
 
     Raises:
         ValueError: it is no such id.
@@ -251,7 +251,7 @@ def parse_id(case_id: str) -> Case:
 
 
 def replay(case_id: str) -> Verdict:
-    """Let that very operation fail again, and judge again.
+    """Let that operation fail again, and judge it.
 
     Raises:
         ValueError: it is no such id.

@@ -1,4 +1,4 @@
-"""The runs of T3: what two ranks do while one file operation fails, and what each of them has to tell of it afterwards."""
+"""The runs of T3: what two ranks do while one file operation fails, and what each reports afterwards."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LATER = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What is done, on a root that holds ``before`` (steps, in the order of their saves).
+    """What is run, on a root with the checkpoints ``before`` (steps, in the order of their saves).
 
-    ``saves`` is the (step, variant) that it saves; None for a load. ``restored`` is the step that the run goes on from.
-    ``expendable`` are steps that retention may delete once the new one is durable. ``set_aside`` is a step that had stepped set_aside
-    for a save that was then killed. ``directory`` is what is saved, where that is no ``global_step_N``.
+    ``saves`` is the (step, variant) to save; None for a load. ``restored`` is the step that the run resumed from.
+    ``expendable`` are steps that retention may delete once the new one is durable. ``set_aside`` is a step that a save, which
+    was then killed, had moved aside. ``directory`` is the name of the saved directory, if that is no ``global_step_N``.
     """
 
     name: str
@@ -70,9 +70,9 @@ SCENARIOS: tuple[Scenario, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """All N of one error in one scenario, on one rank, until none fires; every ``stride``-th from ``first``; or one, ``at``.
+    """All N of one error in one scenario on one rank, until nothing fails; every ``stride``-th from ``first``; or one, ``at``.
 
-    ``only`` names the one kind of operation that fails, where not every one is to.
+    ``only`` names the kind of operation that fails; None for every kind.
     """
 
     scenario: str
@@ -93,10 +93,10 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one rank says of one run. ``error`` "" for success, ``phase`` where it ended.
+    """What one rank reports of one run. ``error`` is "" for success; ``phase`` is where it ended.
 
-    ``found`` is the step that LATEST gave, ``wrong`` the first value that a load filled in wrongly, ``unsynced`` the names at
-    their places that no sync of their directory has made last.
+    ``found`` is the step of LATEST, ``wrong`` the first wrong value of a load, ``unsynced`` the final names that no sync of
+    their directory has made durable.
     """
 
     number: int
@@ -120,10 +120,10 @@ class RankReport:
 
 
 class Rank:
-    """One rank of a pair: does a scenario again and again, each time on a fresh copy of the root."""
+    """One rank of a pair: runs a scenario again and again, each time on a fresh copy of the root."""
 
     def __init__(self, folder: Path, template: Path, scenario: Scenario, case: Case, most: int) -> None:
-        """``folder`` is the pair's own, ``template`` a root as the scenario finds it, ``most`` the runs that it makes."""
+        """``folder`` is the pair's own, ``template`` the scenario's root, ``most`` the largest number of runs."""
         import torch.distributed as dist
 
         from hyper_resume import collective
@@ -134,7 +134,7 @@ class Rank:
         self._case = case
         self._most = most
         self._rank = dist.get_rank()
-        # One for all: a group costs more to make than a save, and is nothing that a disk can fail.
+        # One group for all runs: it costs more than a save, and no disk error concerns it.
         self._group = collective.new_cpu_group()
 
     def _checkpointer(self, **choices: Any) -> Any:
@@ -145,14 +145,14 @@ class Rank:
         return checkpointer
 
     def run_from(self, first: int) -> None:
-        """Go through the next N from ``first``; each result is on disk before the next begins."""
+        """Run the next N from ``first``; each report is on disk before the next run begins."""
         import torch.distributed as dist
 
         for number in range(first, first + self._most * self._case.stride, self._case.stride):
             root = self._folder / f"{number}" / "root"
             if self._rank == 0:
                 root.parent.mkdir()
-                # The first save makes its root, and has to make its name last too.
+                # The first save creates its root, whose name must be durable too.
                 if self._scenario.before:
                     shutil.copytree(self._template, root)
                 if self._scenario.set_aside:
@@ -203,7 +203,7 @@ class Rank:
         )
 
     def _goes_on(self, number: int) -> bool:
-        """Going on costs as much as the run itself: done after each failure of one error, every fifth of the others."""
+        """Whether to go on after a failure, which costs as much as the run: always for EIO, otherwise every fifth time."""
         turn = ERRORS.index(self._case.error) % 5
         return self._case.error == ERRORS[0] or self._case.at is not None or number % 5 == turn
 
@@ -228,7 +228,7 @@ class Rank:
 
         def again() -> None:
             small.save(checkpointer, root, _LATER)
-            # What a failed save could not clear away goes when the next run begins.
+            # What a failed save could not delete is deleted when the next run begins.
             self._checkpointer().begin_run(str(root), restored_from=str(root / f"global_step_{_LATER}"))
             found = self._checkpointer().find_latest_checkpoint(str(root))
             if found != str(root / f"global_step_{_LATER}"):
@@ -275,7 +275,7 @@ def _said(action: Callable[[], None]) -> str:
 
 
 def set_step_aside(root: Path, step: int) -> None:
-    """As a save leaves it that is killed between its two renames (where two names can't be exchanged in one)."""
+    """Leave ``root`` as a save that is killed between its two renames (where two names can't be exchanged)."""
     (root / ".staging").mkdir(exist_ok=True)
     (root / f"global_step_{step}").rename(root / ASIDE.format(step=step))
 
@@ -286,7 +286,7 @@ def _unsynced(root: Path, names: Iterable[Path]) -> tuple[str, ...]:
 
 
 def _left_behind(root: Path, scenario: Scenario) -> tuple[str, ...]:
-    """What is there that no finished save leaves: staged files, trash, temporaries, files that are still open."""
+    """What a finished save must not leave: staged files, trash, temporary files, open files."""
     found = [str(path.relative_to(root)) for name in (".staging", ".trash") for path in (root / name).glob("*")]
     known = (".staging", ".trash", ".writer.lock", POINTER, scenario.directory)
     found += [

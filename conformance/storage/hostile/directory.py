@@ -1,6 +1,6 @@
-"""A step directory of two shards to put a hostile file into, the same bytes each time, signed anew around what stands in it.
+"""A step directory of two shards for a hostile file: the same bytes each time, with a manifest that matches its content.
 
-Digests, tables and the index are made here from the description of their forms, apart from the library.
+Digests, tables and the index are computed here from the format description, independently of the library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INDEX, SHARD, OTHER_SHARD, METADATA, MANIFEST = (
     "index.json", "__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json",
 )  # fmt: skip
 OUTSIDE = "other"
-"""A folder beside the step directory that has what a path out of it would find; two links in the step directory lead there."""
+"""A folder next to the step directory, for paths that lead out of it; two links in the step directory lead there."""
 LINKS = ("linked.distcp", "linked")
 UNLISTED = "unlisted.distcp"
 
@@ -45,7 +45,7 @@ _VALUES: Mapping[str, Any] = {"optimizer.lr": 0.1, "optimizer.betas": [0.9, 0.95
 
 
 def good_state() -> dict[str, Any]:
-    """What is saved in it, by flat name."""
+    """The saved values, by flat name."""
     state: dict[str, Any] = {}
     for number, (name, dtype, shape, _) in enumerate(_TENSORS):
         generator = torch.Generator().manual_seed(number)
@@ -54,7 +54,7 @@ def good_state() -> dict[str, Any]:
 
 
 def table_of(body: bytes, lengths: Sequence[int], *, digests: Mapping[int, bytes] | None = None) -> bytes:
-    """A table that has these segments, with their right digests but for those given in ``digests`` by number."""
+    """A table of these segments, with their right digests except those given in ``digests`` by number."""
     found, begin = [], 0
     for number, length in enumerate(lengths):
         digest = (digests or {}).get(number) or xxhash.xxh3_128_digest(body[begin : begin + length])
@@ -64,14 +64,14 @@ def table_of(body: bytes, lengths: Sequence[int], *, digests: Mapping[int, bytes
 
 
 def split_table(content: bytes) -> tuple[bytes, list[int]]:
-    """What stands before a shard's table, and the lengths of its segments; of a good shard."""
+    """The bytes before a good shard's table, and the lengths of its segments."""
     (count,) = struct.unpack("<Q", content[-16:-8])
     begin = len(content) - 16 - 24 * count
     return content[:begin], [struct.unpack_from("<Q", content, begin + 24 * at)[0] for at in range(count)]
 
 
 def manifest_digest(name: str, content: bytes) -> str:
-    """What a manifest says of a file so that it is believed: of one that ends as a table does, the digest of that."""
+    """The digest of a file that a manifest must state to be accepted; for a file that ends like a table, the table's."""
     if name.endswith(".distcp") and content[-8:] == _MAGIC and len(content) >= 16:
         (count,) = struct.unpack("<Q", content[-16:-8])
         return f"xxh3_128/table:{xxhash.xxh3_128_hexdigest(content[max(0, len(content) - 24 * count - 16) :])}"
@@ -80,7 +80,7 @@ def manifest_digest(name: str, content: bytes) -> str:
 
 @cache
 def good_files() -> dict[str, bytes]:
-    """Every file but the manifest. Not to be changed."""
+    """Every file except the manifest. Do not change it."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     cuts: tuple[list[int], list[int]] = ([], [])
     tensors: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def good_files() -> dict[str, bytes]:
     state = good_state()
 
     def add(shard: int, content: bytes) -> list[int]:
-        """Append one archive; its place."""
+        """Append one archive; returns its place."""
         before = b"".join(parts[shard])
         parts[shard].append(bytes(-len(before) % _ALIGNMENT) + content)
         return [shard, len(b"".join(parts[shard])) - len(content), len(content)]
@@ -116,13 +116,13 @@ def good_files() -> dict[str, bytes]:
 
 
 def _lengths(body: bytes, cuts: Sequence[int]) -> list[int]:
-    # One more cut each, so that there are segments to change places with.
+    # One more segment each, so that segments can be swapped.
     places = sorted({0, *cuts, len(body) - 300, len(body)})
     return [end - begin for begin, end in itertools.pairwise(places)]
 
 
 def _archive(tensor: torch.Tensor, *, own: bool) -> tuple[bytes, int, int]:
-    """As the library makes it, or as torch does; where the tensor's bytes begin in it, and how many they are."""
+    """An archive as the library or torch writes it, with offset and length of the tensor's bytes."""
     data = raw(tensor)
     made = template(tensor.dtype, tuple(tensor.shape)) if own else None
     if made is None:
@@ -143,7 +143,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def manifest_of(files: Mapping[str, bytes]) -> bytes:
-    """A manifest that says of every file what is right. It knows no digest of a bucket, so none holds anything up."""
+    """A manifest that is right for every file. It has no bucket digests, so none causes a refusal."""
     content: dict[str, Any] = {
         "format": "hyper_resume.manifest",
         "format_version": 2,
@@ -167,7 +167,7 @@ def manifest_of(files: Mapping[str, bytes]) -> bytes:
 
 
 def put(folder: Path, name: str, content: bytes) -> None:
-    """Have ``folder`` hold the step directory with ``content`` as its file ``name``, and what lies in wait outside of it."""
+    """Write the step directory with ``content`` as its file ``name`` into ``folder``, and the files outside of it."""
     step = folder / STEP
     if not step.is_dir():
         step.mkdir()
@@ -181,11 +181,11 @@ def put(folder: Path, name: str, content: bytes) -> None:
     for file, data in {**files, MANIFEST: manifest_of(files)}.items():
         if (step / file).is_file() and (step / file).read_bytes() == data:
             continue
-        # A new file each time: the one before may still be mapped, and one that is cut off under its map ends the process.
+        # A new file each time: the previous one may still be mapped, and truncating a mapped file kills the process.
         temporary = folder / "temporary"
         temporary.write_bytes(data)
         temporary.replace(step / file)
 
 
 MAY_OPEN = frozenset((STEP, *(f"{STEP}/{name}" for name in (INDEX, SHARD, OTHER_SHARD, METADATA, MANIFEST))))
-"""What a reader may open for reading, and list."""
+"""The paths that a reader may open for reading, and list."""

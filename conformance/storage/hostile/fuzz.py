@@ -1,13 +1,12 @@
-"""T6: hostile input. Nothing that a checkpoint or a configuration holds may run, and reading it stays within bounds.
+"""T6: hostile input. No content of a checkpoint or configuration may be executed, and reading it stays within limits.
 
-:func:`run` feeds made-up manifests, metadata, archives and YAML to the real readers, in a forked process under a limit of
-memory and an audit hook. What must hold of each: it is refused with an error of the library, or read as what it says; no code
-runs, no module is imported, nothing outside of the file is opened; time and memory stay small. An index and a shard are put
-into a step directory, which is signed around them and loaded: then nothing else in it is opened that its manifest does not
-name, and a load that is refused has not touched the live state. Each case is made from a seed and a number alone, so
-``replay(case_id, seed)`` makes it again.
+:func:`run` feeds generated manifests, metadata, archives and YAML to the real readers, in a forked process with a memory limit
+and an audit hook. Each must be refused with an error of the library, or read as what it says; no code runs, no module is
+imported, nothing outside of the file is opened; time and memory stay small. An index or a shard is put into a step directory
+with a matching manifest and loaded: then no file is opened that the manifest does not name, and a refused load has not changed
+the live state. Each case is made from a seed and a number only, so ``replay(case_id, seed)`` makes it again.
 
-Not looked at: what a reader does with a good file; reads and writes below Python (torch's archives are read from memory).
+Not covered: good files; reads and writes below Python (torch's archives are read from memory).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MEMORY_EACH: Final = 256 << 20
 """How much the worker's memory may grow, in bytes; the files are of 300 kB at most, but for one of 4 MB."""
 
 Generator = Callable[[Random, Material], bytes]
-# (kind, which reader, generator). Their order and number are part of what a case id means, so each family is closed.
+# (kind, reader, generator). Case ids depend on their order and number, so nothing may be added to a family.
 _FILES: Final[tuple[tuple[str, str, Generator], ...]] = (
     ("metadata with a payload", "metadata", pickles.metadata_payload),
     ("metadata with a path elsewhere", "metadata", pickles.metadata_path),
@@ -53,7 +52,7 @@ _FILES: Final[tuple[tuple[str, str, Generator], ...]] = (
     ("configuration bomb", "configuration", texts.configuration_bombs),
     ("configuration, bytes damaged", "configuration", texts.configuration_bytes),
 )
-# Files of a step directory, each in one that is signed around it.
+# Files of a step directory with a matching manifest.
 _IN_DIRECTORY: Final[tuple[tuple[str, str, Generator], ...]] = (
     ("index with other values", "index", indexes.index_tree),
     ("index with hostile names", "index", indexes.index_names),
@@ -71,7 +70,7 @@ KINDS: Final = (*_FILES, *_IN_DIRECTORY)
 
 @dataclass(frozen=True, kw_only=True)
 class Violation:
-    """Something that must not happen, and what makes it happen again."""
+    """A violation, and how to repeat it."""
 
     case_id: str
     seed: int
@@ -82,14 +81,14 @@ class Violation:
 
 @dataclass(frozen=True, kw_only=True)
 class HostileResult:
-    """What came of it.
+    """The outcome of a fuzzing run.
 
     Attributes:
-        count: cases fed.
-        seed: they were made from.
-        seconds: it took, making and reading.
+        count: number of cases.
+        seed: their seed.
+        seconds: time for making and reading them.
         slowest_seconds: CPU time of the slowest single case.
-        peak_bytes: how far the worker's memory grew at most.
+        peak_bytes: the largest growth of the worker's memory.
         outcomes: kind -> ``refused`` or ``read`` -> cases.
         violations: in the order of the cases.
     """
@@ -103,7 +102,7 @@ class HostileResult:
     violations: tuple[Violation, ...]
 
     def records(self, baseline: HostileResult | None = None) -> tuple[Hostile, ...]:
-        """One record a kind; ``baseline`` is the same with stock readers in place of ours."""
+        """One record per kind; ``baseline`` is the outcome of stock readers."""
         return tuple(self._record(kind, baseline) for kind in self.outcomes)
 
     def _record(self, kind: str, baseline: HostileResult | None) -> Hostile:
@@ -127,7 +126,7 @@ class HostileResult:
 
 
 def case_id(place: int) -> str:
-    """The permanent name of the case at one place of a run: its family, and its number there."""
+    """The permanent id of the case at one place of a run: its family, and its number there."""
     turn, kind = divmod(place, len(KINDS))
     for prefix, kinds in _FAMILIES.items():
         if kind < len(kinds):
@@ -171,7 +170,7 @@ def run(
     """Feed ``count`` cases to the readers.
 
     Args:
-        count: of cases; all kinds in turn.
+        count: number of cases; all kinds in turn.
         seed: another seed makes other cases.
         scratch: an existing directory; the worker works in a new one below it.
         readers: what reads, by name; the library's own by default. Kinds without a reader are left out.
@@ -194,7 +193,7 @@ def run(
 
 
 def _good_files(material: Material) -> dict[str, bytes]:
-    """One good file a reader, read before anything hostile, so that what is imported on first use is there."""
+    """One good file per reader, read before anything hostile, so that imports on first use are done."""
     return {
         "metadata": material.metadata,
         "archive": material.archive,

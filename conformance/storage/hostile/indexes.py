@@ -1,4 +1,4 @@
-"""Hostile ``index.json`` files: other values, names that lead elsewhere, boxes that do not fit, texts without end."""
+"""Generates hostile ``index.json`` files: other values, names that lead elsewhere, wrong boxes, endless texts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _written(random: Random, tree: Any) -> bytes:
 
 
 def index_names(random: Random, material: Material) -> bytes:
-    """Files that are elsewhere, are none, or are listed twice; entries whose names mean something to a terminal."""
+    """File names that lead elsewhere, are invalid, or are listed twice; entry names with terminal control codes."""
     tree = json.loads(material.index)
     what = random.randrange(6)
     if what <= 2:
@@ -128,9 +128,9 @@ def _move_number(random: Random, tree: dict[str, Any]) -> None:
 
 
 def _same_number_of_another_type(random: Random, tree: dict[str, Any]) -> None:
-    """What is equal to a whole number to many a reader, and is none."""
+    """Values that many readers treat as equal to a whole number (true, 1.0)."""
     box = _box(random, tree)
-    # The sizes of a box that is all of its tensor are likely to be held against the shape and against nothing else.
+    # The sizes of a box that covers its tensor are likely to be compared with the shape only.
     of_whole = tree["tensors"]["model.whole"][2][0][1]
     of_value = random.choice(list(tree["values"].values()))
     numbers = random.choice((_tensor(random, tree)[1], box, *box[:2], of_value, of_whole, of_whole))
@@ -185,7 +185,7 @@ def _share_through_a_second_name(random: Random, tree: dict[str, Any]) -> None:
 
 
 def _overlap_with_volume_in_order(random: Random, tree: dict[str, Any]) -> None:
-    """A hole as large as what is covered twice: the volumes add up."""
+    """A hole as large as the overlap, so that the volumes add up."""
     grid = tree["tensors"]["model.grid"][2]
     box = random.choice(grid)
     box[0][random.randrange(2)] = random.choice((0, 1, 2, 3))
@@ -202,7 +202,7 @@ def _put_type(random: Random, tree: dict[str, Any]) -> None:
 
 
 def _put_shape(random: Random, tree: dict[str, Any]) -> None:
-    """A tensor in one box of it, of any shape; with the bytes for it if only the numbers are believed."""
+    """A tensor in one box, of any shape; it has enough bytes if only the numbers are trusted."""
     tensor = _tensor(random, tree)
     shape = [random.choice((0, 1, 2, 2**31, 2**40, 2**62)) for _ in range(random.choice((0, 1, 2, 3, 3, 64, 65, 1000)))]
     place = random.choice((_box(random, tree)[2:], [0, 0, 2**62], [1, 2**62, 2**62], [0, 0, 0]))
@@ -210,7 +210,7 @@ def _put_shape(random: Random, tree: dict[str, Any]) -> None:
 
 
 def _split_everywhere(random: Random, tree: dict[str, Any]) -> None:
-    """Split along so many dimensions that corners are as many as the bits of a word."""
+    """Split along so many dimensions that the number of corners overflows."""
     count = random.choice((6, 7, 20, 64))
     tree["tensors"]["model.grid"] = [
         "uint8",
@@ -250,13 +250,13 @@ _CHANGES: tuple[Change, ...] = (
 
 
 def index_boxes(random: Random, material: Material) -> bytes:
-    """Boxes that overlap, leave holes or overflow, bytes that are shared or beyond the file, types that there are not."""
+    """Boxes that overlap, leave holes or overflow, bytes that are shared or beyond the file, unknown types."""
     tree = json.loads(material.index)
     for change in random.sample(_CHANGES, random.choice((1, 1, 1, 2, 3))):
         try:
             change(random, tree)
         except (TypeError, ValueError, IndexError, KeyError, AttributeError, OverflowError):
-            # A change before has left nothing there to change.
+            # An earlier change has removed what this one changes.
             continue
     return _written(random, tree)
 
@@ -265,7 +265,7 @@ def index_boxes(random: Random, material: Material) -> bytes:
 
 
 def _rows(count: int, *, last: int = 1) -> str:
-    """One tensor in so many boxes, each a row."""
+    """One tensor in ``count`` boxes, one per row."""
     boxes = [[[row, 0], [1 if row < count - 1 else last, 1], 0, row, 1] for row in range(count)]
     return _index_of(["uint8", [count, 1], boxes])
 
@@ -287,7 +287,7 @@ def _index_of(tensor: Any, **more: Any) -> str:
 
 
 def index_text(random: Random, material: Material) -> bytes:
-    """What is no tree: keys twice, nesting without end; and few bytes, or many, that ask for much."""
+    """Invalid trees: duplicate keys, endless nesting; and texts that demand much memory or time."""
     text = material.index.decode()
     depth = random.choice((100, 900, 10_000, 150_000))
     shape = [2**62] * random.choice((1, 2, 64))
@@ -320,5 +320,5 @@ def index_text(random: Random, material: Material) -> bytes:
 
 
 def index_bytes(random: Random, material: Material) -> bytes:
-    """Damage without a plan."""
+    """Random damage."""
     return damaged(random, material.index)

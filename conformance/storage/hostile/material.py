@@ -1,4 +1,4 @@
-"""Good files to start from, the same bytes each time: metadata, an archive, a manifest, a configuration."""
+"""The good files that hostile files are derived from, the same bytes each time: metadata, archive, manifest, configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hyper_resume import digest
 from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest, Mesh, encode
 
 MARKER = "hostile-marker"
-"""What a payload makes in its working directory when it runs."""
+"""The file that a payload creates in its working directory if it is executed."""
 
 CONFIGURATION = """\
 model:
@@ -95,7 +95,7 @@ def make_material() -> Material:
 
 
 def good_metadata() -> Metadata:
-    """A real save's own description, with what differs from save to save pinned, and two tensors split as ranks would."""
+    """The ``.metadata`` of a real save, with its random parts fixed, and two tensors split over ranks."""
     state = {
         "model": {"whole": torch.ones(3, 2), "rows": torch.ones(5, 4), "grid": torch.ones(4, 6, dtype=torch.bfloat16)},
         "optimizer": {"lr": 0.1, "betas": (0.9, 0.95), "names": ["a", "b"]},
@@ -113,7 +113,7 @@ def good_metadata() -> Metadata:
 
 
 def _split(metadata: Metadata, name: str, boxes: list[tuple[tuple[int, int], tuple[int, int]]]) -> None:
-    """Describe a tensor as one chunk a rank, each in that rank's file."""
+    """Describe a tensor as one chunk per rank, each in that rank's file."""
     entry: Any = metadata.state_dict_metadata[name]
     place = metadata.storage_data.pop(MetadataIndex(name, (0, 0)))
     entry.chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
@@ -160,7 +160,7 @@ def _manifest() -> Manifest:
 
 
 def sign(tree: Any) -> bytes:
-    """A manifest with the digest that it should state, so that what is behind that check is reached."""
+    """A manifest with its right digest, so that the checks after that one are reached."""
     content = {key: value for key, value in tree.items() if key != "digest"} if isinstance(tree, dict) else tree
     if not isinstance(content, dict):
         return json.dumps(content).encode()
@@ -169,14 +169,14 @@ def sign(tree: Any) -> bytes:
 
 
 def split_opcodes(content: bytes) -> tuple[bytes, ...]:
-    """A pickle as one item an opcode; frames, whose lengths a change would make wrong, are left out."""
+    """A pickle as one item per opcode, without frames (a change would make their lengths wrong)."""
     places = [(opcode.name, position) for opcode, _, position in pickletools.genops(content)]
     ends = [position for _, position in places[1:]] + [len(content)]
     return tuple(content[begin:end] for (name, begin), end in zip(places, ends, strict=True) if name != "FRAME")
 
 
 def archive_with(pickle_bytes: bytes, good: bytes, *, compression: int = zipfile.ZIP_STORED) -> bytes:
-    """The archive ``good`` with another pickle in it, checksums and all in order."""
+    """The archive ``good`` with another pickle in it, and right checksums."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(good)) as old, zipfile.ZipFile(out, "w", compression) as new:
         for member in old.infolist():

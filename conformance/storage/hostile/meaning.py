@@ -1,4 +1,4 @@
-"""What an index and a table of digests say, found out apart from the library: with json, struct, xxhash and plain counting."""
+"""An independent reader of an index and a table of digests, with json, struct, xxhash and plain counting."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import xxhash
 
 
 class UnreadableError(ValueError):
-    """It says nothing that could be loaded; the message says why."""
+    """The content can't be loaded; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Where one box of a tensor stands: a file, and bytes of it. A value is one part without offsets and sizes."""
+    """The place of one box of a tensor: a file, and bytes of it. A value is one part without offsets and sizes."""
 
     offsets: tuple[int, ...] | None
     sizes: tuple[int, ...] | None
@@ -49,10 +49,10 @@ def index_meaning(content: bytes, files: Mapping[str, bytes]) -> dict[str, Entry
 
     Args:
         content: the index.
-        files: what stands beside it.
+        files: the files next to it.
 
     Raises:
-        UnreadableError: it is no index, or one of something that can't be.
+        UnreadableError: it is no valid index.
     """
     index = _json(content)
     if not isinstance(index, dict) or set(index) != {"format", "format_version", "files", "tensors", "values"}:
@@ -92,7 +92,7 @@ def _json(content: bytes) -> Any:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether it leads to a file below the directory, and says so without a detour."""
+    """True for a plain relative path to a file below the directory."""
     whole = os.path.normpath(f"/base/{name}") if not name.startswith("/") else name
     return whole == f"/base/{name}" and name not in ("", ".") and "\0" not in name
 
@@ -149,7 +149,7 @@ def _part(offsets: tuple[int, ...] | None, sizes: tuple[int, ...] | None, place:
 
 
 def covers_once(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether boxes, (offsets, sizes) each, lie inside of the shape and have each of its elements once."""
+    """True if the boxes, (offsets, sizes) each, lie inside the shape and cover each element once."""
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(shape):
             return False
@@ -158,7 +158,7 @@ def covers_once(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Seque
     boxes = sorted((tuple(offsets), tuple(sizes)) for offsets, sizes in boxes if math.prod(sizes))
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         return False
-    # Of the right volume in all, so they cover it if no two have an element in common.
+    # Their total volume is right, so they cover the shape if no two overlap.
     for number, (offsets, sizes) in enumerate(boxes):
         for other_offsets, other_sizes in boxes[number + 1 :]:
             if shape and other_offsets[0] >= offsets[0] + sizes[0]:
@@ -176,7 +176,7 @@ def _meet(offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int], o
 
 
 def _refuse_shared(entries: Any, files: Mapping[str, bytes]) -> None:
-    """By the names of files, however often one is listed."""
+    """Refuse shared bytes, by the names of files, however often one is listed."""
     spans = [
         (part.file, part.begin, part.begin + part.length) for entry in entries for part in entry.parts if part.length
     ]
@@ -190,7 +190,7 @@ def _refuse_shared(entries: Any, files: Mapping[str, bytes]) -> None:
 
 
 def doubt_description(metadata: Any, meaning: Mapping[str, Entry]) -> str:
-    """What is wrong with a description that the library read; "" for nothing."""
+    """What is wrong with a description that the library read; "" if nothing is."""
     if set(metadata.state_dict_metadata) != set(meaning):
         return "other entries than the index has"
     places = {(index.fqn, index.offset): place for index, place in metadata.storage_data.items()}
@@ -216,9 +216,9 @@ def doubt_description(metadata: Any, meaning: Mapping[str, Entry]) -> str:
 
 
 def value(entry: Entry, files: Mapping[str, bytes]) -> Any:
-    """What an entry is, read by torch's own restricted reader; a tensor without elements as an empty text.
+    """The value of an entry, read by torch's restricted reader; a tensor without elements is an empty text.
 
-    Where torch refuses an archive, because of records of it that say nothing of the tensor, that is read record by record.
+    If torch refuses an archive because of records that do not concern the tensor, it is read record by record.
     """
     pieces = [_piece(entry, part, files) for part in entry.parts]
     if entry.dtype is None or entry.shape is None:
@@ -244,14 +244,14 @@ def _piece(entry: Entry, part: Part, files: Mapping[str, bytes]) -> Any:
         return _by_records(content, entry.dtype, part.sizes)
 
 
-# Most pieces are the good ones, again and again.
+# Most parts are good ones, repeated in many cases.
 @lru_cache(maxsize=256)
 def _unpacked(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def _by_records(content: bytes, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-    """A tensor whose pickle is the very one that torch writes for this type and shape."""
+    """A tensor whose pickle equals the one that torch writes for this type and shape."""
     like = io.BytesIO()
     torch.save(torch.zeros(sizes, dtype=dtype), like)
     if _record(content, "data.pkl") != _record(like.getvalue(), "data.pkl"):
@@ -260,7 +260,7 @@ def _by_records(content: bytes, dtype: torch.dtype, sizes: tuple[int, ...]) -> t
 
 
 def _record(content: bytes, name: str) -> bytes:
-    """The bytes of one record, wherever their checksum is right or left out."""
+    """The bytes of one record, if their checksum is right or absent."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         (found,) = [one for one in archive.infolist() if one.filename == f"archive/{name}"]
     name_bytes, extra_bytes = struct.unpack_from("<2H", content, found.header_offset + 26)
@@ -272,7 +272,7 @@ def _record(content: bytes, name: str) -> bytes:
 
 
 def table_meaning(content: bytes) -> list[tuple[int, int, bytes]]:
-    """The segments of a shard that its own table tells of: beginning, length and digest.
+    """The segments in a shard's table: beginning, length and digest.
 
     Raises:
         UnreadableError: there is no table, it does not cover the file, or a digest is not that of the bytes.

@@ -1,4 +1,4 @@
-"""Everything that the library does with a step directory in which one file is hostile, and what is wrong with what it read."""
+"""Runs all readers of the library on a step directory with one hostile file, and verifies what they read."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from hyper_resume.errors import CheckpointMismatchError, HyperResumeError
 
 
 class LiveStateTouched(AssertionError):
-    """A load was refused, and had written to the live state before."""
+    """A load was refused after it had written to the live state."""
 
 
 class Disagreement(AssertionError):
-    """One way into the directory takes it, and another one does not."""
+    """One reader accepts the directory, and another refuses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """What was read.
+    """What the readers returned.
 
     Attributes:
         metadata: the description.
         verified_files: of the files that were verified.
         values: name -> value, of all entries together; None where that was refused.
-        data_digests: name -> digest of a tensor's bytes, where the verification reported it.
+        data_digests: name -> digest of a tensor's bytes, if the verification returned it.
         live: name -> value after a load into the live state; None where that was refused.
     """
 
@@ -53,7 +53,7 @@ def open_directory(_: bytes) -> Opened:
     """Load, verify, describe and inspect the step directory of the working directory.
 
     Raises:
-        HyperResumeError: its files or its description are refused, by all of these.
+        HyperResumeError: all of them refuse its files or its description.
         LiveStateTouched: see there.
         Disagreement: see there.
     """
@@ -112,7 +112,7 @@ def _loaded() -> dict[str, Any] | None:
 
 
 def doubt(name: str) -> Callable[[bytes, Opened], str]:
-    """What doubts a reading of the directory whose file ``name`` is hostile."""
+    """Returns the verifier for a directory whose file ``name`` is hostile."""
     return lambda content, opened: _doubt({**good_files(), name: content}, opened)
 
 
@@ -123,7 +123,7 @@ def _doubt(files: Mapping[str, bytes], opened: Opened) -> str:
         if wrong:
             return wrong
         read = {**(opened.values or {})}
-        # What the live state has beyond the checkpoint stays as it was; that entries of a model are missing is refused.
+        # Live state that the checkpoint does not have is unchanged; missing entries of a model are refused.
         filled = {
             name: one for name, one in (opened.live or {}).items() if name in meaning or name.startswith("model.")
         }
@@ -151,7 +151,7 @@ def _doubt_proof(files: Mapping[str, bytes], opened: Opened) -> str:
 
 def _is_same(found: Any, expected: Any) -> bool:
     if not isinstance(found, torch.Tensor) or not isinstance(expected, torch.Tensor):
-        # By its text: what is no number is not equal to itself.
+        # By its text, because NaN is not equal to itself.
         return repr(found) == repr(expected) or (
             isinstance(found, torch.Tensor) and not found.numel() and expected == ""
         )

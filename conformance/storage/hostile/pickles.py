@@ -1,4 +1,4 @@
-"""Hostile pickles and archives: payloads, paths, numbers, bombs, and opcodes shuffled."""
+"""Generates hostile pickles and archives: payloads, paths, numbers, bombs, shuffled opcodes."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ _CALLS: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = (
 
 
 class Payload:
-    """Pickles as a call of something that only a hostile file would call."""
+    """Pickles as a call that only a hostile file contains."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Take what the pickle shall call."""
+        """Take the call."""
         self._call = function, arguments
 
     def __reduce__(self) -> Any:
-        """Say what to call."""
+        """The call."""
         return self._call
 
 
@@ -105,7 +105,7 @@ def good_metadata_copy(material: Material) -> Any:
 
 
 def metadata_path(random: Random, material: Material) -> bytes:
-    """A place whose file is elsewhere."""
+    """A place with a path that leads elsewhere."""
     metadata = good_metadata_copy(material)
     place = random.choice(list(metadata.storage_data.values()))
     place.relative_path = random.choice(PATHS)
@@ -113,7 +113,7 @@ def metadata_path(random: Random, material: Material) -> bytes:
 
 
 def metadata_numbers(random: Random, material: Material) -> bytes:
-    """A place or a chunk with numbers that no file or tensor has."""
+    """A place or chunk with impossible numbers."""
     metadata = good_metadata_copy(material)
     number: Any = random.choice(NUMBERS)
     place = random.choice(list(metadata.storage_data.values()))
@@ -134,7 +134,7 @@ def metadata_numbers(random: Random, material: Material) -> bytes:
 
 
 def metadata_structure(random: Random, material: Material) -> bytes:
-    """Holes, overlaps, parts without a place, attributes that should not be there, things of another kind."""
+    """Holes, overlaps, parts without a place, extra attributes, objects of other types."""
     metadata = good_metadata_copy(material)
     grid = metadata.state_dict_metadata["model.grid"]
     chunk = random.choice(grid.chunks)
@@ -168,17 +168,17 @@ def metadata_structure(random: Random, material: Material) -> bytes:
 
 
 def metadata_bomb(random: Random, material: Material) -> bytes:
-    """Few bytes that ask for much memory or time."""
+    """Few bytes that demand much memory or time."""
     return random.choice(PICKLE_BOMBS)()
 
 
 def metadata_opcodes(random: Random, material: Material) -> bytes:
-    """Opcodes left out, doubled, swapped, given other arguments, and strange ones put in."""
+    """Opcodes left out, doubled, swapped, given other arguments, and unexpected ones inserted."""
     return _mutated_opcodes(random, material.metadata_opcodes)
 
 
 def metadata_bytes(random: Random, material: Material) -> bytes:
-    """Damage without a plan."""
+    """Random damage."""
     return damaged(random, material.metadata)
 
 
@@ -197,19 +197,19 @@ def archive_payload(random: Random, material: Material) -> bytes:
 
 
 def archive_bomb(random: Random, material: Material) -> bytes:
-    """An archive of few bytes that asks for much."""
+    """A small archive that demands much memory or time."""
     if random.random() < 0.3:
         return random.choice(ARCHIVE_BOMBS)(material)
     return archive_with(random.choice((*PICKLE_BOMBS, *PLAIN_BOMBS))(), material.archive)
 
 
 def archive_opcodes(random: Random, material: Material) -> bytes:
-    """A pickle whose opcodes were shuffled, in an archive that is in order."""
+    """A pickle with shuffled opcodes, in a valid archive."""
     return archive_with(_mutated_opcodes(random, material.archive_opcodes), material.archive)
 
 
 def archive_bytes(random: Random, material: Material) -> bytes:
-    """Damage without a plan, half of the time where the archive's own directory is."""
+    """Random damage, half of the time in the archive's directory."""
     if random.random() < 0.5:
         return damaged(random, material.archive)
     begin = material.archive.index(b"PK\x01\x02")
@@ -358,7 +358,7 @@ PLAIN_BOMBS: tuple[Callable[[], bytes], ...] = (
 
 
 def _squeezed(material: Material) -> bytes:
-    """A good archive but for the compression, of something that has a thousand times its packed size."""
+    """A valid archive except for its compression, whose content is a thousand times larger."""
     return archive_with(
         b"\x80\x02X\x00\x00\x40\x00" + b"a" * (4 << 20) + b".", material.archive, compression=zipfile.ZIP_DEFLATED
     )
@@ -380,7 +380,7 @@ def _many_members(material: Material) -> bytes:
 
 
 def _declared_larger(material: Material) -> bytes:
-    """The directory says that a member has 4 GiB less a byte."""
+    """The directory states a member of 4 GiB less a byte."""
     at = material.archive.index(b"PK\x01\x02")
     return material.archive[: at + 20] + b"\xfe\xff\xff\xff" * 2 + material.archive[at + 28 :]
 

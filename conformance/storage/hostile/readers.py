@@ -1,4 +1,4 @@
-"""The readers that hostile files are fed to, each with a second opinion on what it let pass."""
+"""The readers that get hostile files, each with an independent check of what it accepted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hyper_resume.checkpoint.parsing import safe_load
 from hyper_resume.config import as_plain, load_config
 from hyper_resume.errors import HyperResumeError
 
-# Every name that may stand in metadata, written down a second time: a list that is wrong in one place is found here.
+# Every name that metadata may contain, listed independently of the library, so that an error in one list is found.
 _METADATA_MODULES = frozenset(
     (
         "torch",
@@ -34,7 +34,7 @@ _METADATA_MODULES = frozenset(
     )
 )
 FILE_NAME = "configuration.yaml"
-# Stock raises whatever the damage leads to; only what stopped it from outside is no refusal.
+# Stock readers raise any error; all of them count as a refusal, except those of the limits.
 _STOCK_REFUSALS = (
     ValueError,
     TypeError,
@@ -55,9 +55,9 @@ class Reader:
 
     Attributes:
         read: from bytes to a value, or an error of the library.
-        doubt: from bytes and the value that was read to what is wrong with it, "" for nothing.
-        refusals: classes of errors that are a refusal; any other is a violation.
-        put: from the working directory and the bytes; has them stand where ``read`` looks for them.
+        doubt: from the bytes and the value to what is wrong with it; "" if nothing is.
+        refusals: error classes that are a refusal; any other is a violation.
+        put: writes the bytes to where ``read`` expects them, below the working directory.
         may_open: paths, as ``read`` names them, that it may open for reading or list.
     """
 
@@ -69,7 +69,7 @@ class Reader:
 
 
 def library_readers() -> dict[str, Reader]:
-    """The library's own."""
+    """The library's readers."""
     return {
         "metadata": Reader(
             read=lambda content: safe_load.load_metadata(content, "hostile/.metadata"), doubt=doubt_metadata
@@ -100,7 +100,7 @@ def _of_directory(name: str) -> Reader:
 
 
 def stock_readers() -> dict[str, Reader]:
-    """What stock DCP reads metadata and values with: the peer's numbers, and the proof that the check can fail."""
+    """The readers of stock DCP: for comparison, and to show that the check can fail."""
     return {
         "metadata": Reader(read=pickle.loads, doubt=doubt_metadata, refusals=_STOCK_REFUSALS),
         "archive": Reader(
@@ -116,7 +116,7 @@ def _differ(one: Any, other: Any) -> str:
 
 
 def tree(value: Any) -> Any:
-    """Everything that can be reached in a value, down to attributes that nobody asked for."""
+    """A value with everything that can be reached in it, also unexpected attributes."""
     if isinstance(value, torch.Tensor):
         return ("tensor", str(value.dtype), tuple(value.shape), value.reshape(-1)[:100].tolist())
     if type(value) in (list, tuple, set, frozenset, torch.Size):
@@ -130,7 +130,7 @@ def tree(value: Any) -> Any:
 
 
 def doubt_metadata(content: bytes, value: Any) -> str:
-    """Nothing strange is named, stock ``pickle`` reads the same, no path leads out, and chunks cover by plain counting."""
+    """Only known names, the same value as stock ``pickle``, no path that leads out, and chunks that cover their tensors."""
     texts: list[Any] = []
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in ("GLOBAL", "INST"):
@@ -168,7 +168,7 @@ def _doubt_chunks(name: str, entry: Any) -> str:
 
 
 def doubt_archive(content: bytes, value: Any) -> str:
-    """It holds tensors and plain values only, and torch's own restricted reader reads the same."""
+    """Only tensors and plain values, and the same value as torch's restricted reader."""
     foreign = _foreign(value, 0)
     if foreign:
         return f"it holds a {foreign}"
@@ -187,14 +187,14 @@ def _foreign(value: Any, depth: int) -> str:
 
 
 class _OtherLoader(yaml.SafeLoader):
-    """PyYAML's own, which has no constructor for a lone ``=``: a special value in YAML 1.1, plain text in 1.2."""
+    """PyYAML's safe loader, which lacks a constructor for a lone ``=``: a special value in YAML 1.1, plain text in 1.2."""
 
 
 _OtherLoader.add_constructor("tag:yaml.org,2002:value", lambda loader, node: str(node.value))
 
 
 def doubt_configuration(content: bytes, plain: Mapping[str, Any]) -> str:
-    """PyYAML's safe reader finds the same fields, and every value is plain data."""
+    """The same fields as PyYAML's safe reader, and only plain data."""
     try:
         fields_found = yaml.load(content, _OtherLoader) or {}
     except yaml.YAMLError:
@@ -207,5 +207,5 @@ def doubt_configuration(content: bytes, plain: Mapping[str, Any]) -> str:
 
 
 def put_file(folder: Path, content: bytes) -> None:
-    """Write the file that a reader of files reads."""
+    """Write the content to the file that ``read`` opens."""
     (folder / FILE_NAME).write_bytes(content)

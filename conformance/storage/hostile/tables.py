@@ -1,4 +1,4 @@
-"""Hostile shards: tables of digests that do not describe what is before them, and damaged bytes that a table calls right."""
+"""Generates hostile shards: tables of digests that do not match their shard, and damaged bytes with a matching table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COUNTS = (0, 1, 2**16, 2**32, 2**40, 2**59, 2**60, 2**61, 2**62, 2**63, 2**64 -
 
 
 def table_segments(random: Random, material: Material) -> bytes:
-    """Other lengths, another order, more or fewer segments; now and then others that are right, too."""
+    """Other lengths, another order, more or fewer segments; some of them valid."""
     body, lengths = split_table(material.shard)
     digests: dict[int, bytes] = {}
     for _ in range(random.choice((1, 1, 2, 3))):
@@ -33,7 +33,7 @@ def table_segments(random: Random, material: Material) -> bytes:
         elif what == 4:
             digests[at] = random.choice((bytes(16), b"\xff" * 16, random.randbytes(16)))
         elif what == 5 and lengths:
-            # The sum comes round to the right one in 64 bits.
+            # The sum overflows to the right one in 64 bits.
             lengths[at] = (lengths[at] - 2**63) % 2**64
             lengths.insert(at, 2**63)
         elif what == 6 and lengths:
@@ -49,7 +49,7 @@ def table_segments(random: Random, material: Material) -> bytes:
 
 
 def table_bomb(random: Random, material: Material) -> bytes:
-    """Few bytes that tell of many segments, tables within tables, marks without a table."""
+    """Few bytes that claim many segments, tables within tables, marks without a table."""
     body, lengths = split_table(material.shard)
     table = material.shard[len(body) :]
     count = random.choice((*_COUNTS, len(lengths) - 1, len(lengths) + 1, len(material.shard)))
@@ -72,18 +72,18 @@ def table_bomb(random: Random, material: Material) -> bytes:
 
 
 def table_bytes(random: Random, material: Material) -> bytes:
-    """Damage without a plan to the table."""
+    """Random damage to the table."""
     body, _ = split_table(material.shard)
     return body + damaged(random, material.shard[len(body) :])
 
 
 def shard_bytes(random: Random, material: Material) -> bytes:
-    """Damage without a plan to what is before the table, which is then made anew and right; or there is none."""
+    """Random damage to the bytes before the table, with a new matching table or none."""
     body, lengths = split_table(material.shard)
     changed = damaged(random, body)
     if random.random() < 0.2:
         return changed
-    # Bytes that are more or fewer than before: of the last segment.
+    # A change of length is a change of the last segment.
     while lengths and sum(lengths) > len(changed):
         lengths.pop()
     return changed + table_of(changed, [*lengths, len(changed) - sum(lengths)])

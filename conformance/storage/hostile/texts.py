@@ -1,4 +1,4 @@
-"""Hostile manifests and configurations: trees with other values in them, and texts that are no tree."""
+"""Generates hostile manifests and configurations: trees with other values, and texts that are no tree."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _places(tree: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def mutated_tree(random: Random, tree: Any) -> Any:
-    """``tree`` itself, with one to three things in it changed, left out or added."""
+    """``tree``, with one to three changes: values changed, left out or added."""
     for _ in range(random.choice((1, 1, 2, 3))):
         places = _places(tree)
         if not places:
@@ -66,7 +66,7 @@ def mutated_tree(random: Random, tree: Any) -> Any:
         holder = tree
         for part in above:
             holder = holder[part]
-        # A copy: a value that is changed in its turn must not be another for the next case.
+        # A copy, because a later change of the value must not affect the next case.
         value = copy.deepcopy(random.choice((*VALUES, *TEXTS)))
         what = random.randrange(5)
         if what <= 1:
@@ -81,13 +81,13 @@ def mutated_tree(random: Random, tree: Any) -> Any:
 
 
 def manifest_tree(random: Random, material: Material) -> bytes:
-    """Values of other types and sizes, keys left out or added; with the digest that the changed content has."""
+    """Values of other types and sizes, keys left out or added; with the digest of the changed content."""
     tree = mutated_tree(random, json.loads(material.manifest))
     return sign(tree) if random.random() < 0.8 else json.dumps(tree).encode()
 
 
 def manifest_names(random: Random, material: Material) -> bytes:
-    """File names that lead elsewhere or mean something to a browser or a shell."""
+    """File names that lead elsewhere, or contain code for a browser or a shell."""
     tree = json.loads(material.manifest)
     where = random.choice(("files", "buckets", "metrics", "versions"))
     holder = tree[where]
@@ -97,7 +97,7 @@ def manifest_names(random: Random, material: Material) -> bytes:
 
 
 def manifest_text(random: Random, material: Material) -> bytes:
-    """What is no tree: keys twice, nesting without end, numbers that JSON does not have."""
+    """Invalid trees: duplicate keys, endless nesting, numbers that JSON does not have."""
     text = material.manifest.decode()
     depth = random.choice((100, 10_000, 200_000))
     choices: list[Callable[[], str]] = [
@@ -119,7 +119,7 @@ def manifest_text(random: Random, material: Material) -> bytes:
 
 
 def manifest_bytes(random: Random, material: Material) -> bytes:
-    """Damage without a plan."""
+    """Random damage."""
     return damaged(random, material.manifest)
 
 
@@ -188,7 +188,7 @@ def configuration_values(random: Random, material: Material) -> bytes:
 
 
 def configuration_tags(random: Random, material: Material) -> bytes:
-    """Tags that would build more than plain data."""
+    """Tags that would build objects."""
     lines = material.configuration.splitlines()
     at = random.choice([at for at, line in enumerate(lines) if line.startswith(" ")])
     lines[at] = f"{lines[at].split(':')[0]}: {random.choice(_TAGS)}"
@@ -198,7 +198,7 @@ def configuration_tags(random: Random, material: Material) -> bytes:
 
 
 def configuration_bombs(random: Random, material: Material) -> bytes:
-    """References that unfold without end, and nesting without end."""
+    """References that expand without end, and endless nesting."""
     depth = random.choice((60, 70, 300, 900))
     references = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" if n else "a0: &a0 [x]" for n in range(30))
     merges = "\n".join(
@@ -222,5 +222,5 @@ def configuration_bombs(random: Random, material: Material) -> bytes:
 
 
 def configuration_bytes(random: Random, material: Material) -> bytes:
-    """Damage without a plan."""
+    """Random damage."""
     return damaged(random, material.configuration.encode())

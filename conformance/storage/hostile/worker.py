@@ -1,7 +1,7 @@
-"""The process that hostile files are read in: forked, with a limit of memory, watched from inside and from outside.
+"""The process that reads hostile files: forked, with a memory limit, monitored from inside and outside.
 
-Inside, an audit hook sees what Python does while a reader is at work; from outside, the parent ends a worker that stands still
-or has died, names the case it was at, and goes on after it with a new one.
+Inside, an audit hook records what Python does while a reader runs. Outside, the parent kills a worker that hangs, names its
+case (also of one that died), and goes on after it with a new worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from conformance.storage.hostile.material import MARKER
 from conformance.storage.hostile.opening import LiveStateTouched
 from conformance.storage.hostile.readers import Reader, library_readers
 
-# What a reader has no reason to do. "import" is the import of a module that was not there yet.
+# Audit events that a reader must not cause. "import" is the import of a module that was not imported before.
 _FORBIDDEN = (
     "exec",
     "compile",
@@ -49,7 +49,7 @@ _FORBIDDEN = (
 )
 _OUT_OF_MEMORY = ("MemoryError", "alloc", "Cannot allocate")
 _LAST_WORDS = "stderr.txt"
-# Of wall time, for a case that neither computes nor ends.
+# Wall time, for a case that neither computes nor ends.
 _STUCK_SECONDS = 60.0
 
 
@@ -59,7 +59,7 @@ _WRONG_CONFIGURATIONS = (b"moddel: {x: 1}", b"model: {preset: [1]}\ntraining: {s
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one case; ``seconds`` are of CPU time, ``violations`` are (what, detail)."""
+    """The outcome of one case; ``seconds`` are CPU time, ``violations`` are (what, detail)."""
 
     number: int
     how: str
@@ -101,13 +101,13 @@ def _started(worker: _Worker, seconds_each: float) -> Iterator[tuple[int, Binary
         try:
             yield pid, pipe
         finally:
-            # Not waited for yet, so the id is still its own, dead or alive.
+            # Not reaped yet, so the process id is still its own.
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
 def _collect(pid: int, pipe: BinaryIO, numbers: Sequence[int], last_words: Path) -> list[Outcome]:
-    """Outcomes up to the last case, or up to one that ended the worker."""
+    """The outcomes up to the last case, or up to the one that ended the worker."""
     outcomes: list[Outcome] = []
     buffered = b""
     while len(outcomes) < len(numbers):
@@ -154,11 +154,11 @@ class _Worker:
         self._may_open: frozenset[str] = frozenset()
 
     def main(self, writing: int, seconds_each: float) -> NoReturn:
-        """Read all cases and tell of each; any trouble of our own ends the process, which the parent sees."""
+        """Read all cases and report each; an error of the harness ends the process, which the parent detects."""
         try:
             os.chdir(self._home)
             self._keep_quiet()
-            # Showing one reads the source of the line that warns.
+            # Printing a warning reads the source file of its line.
             warnings.simplefilter("ignore")
             sys.addaudithook(self._audit)
             self._warm_up()
@@ -178,8 +178,8 @@ class _Worker:
         os.dup2(os.open(_LAST_WORDS, os.O_WRONLY | os.O_CREAT, 0o600), 2)
 
     def _warm_up(self) -> None:
-        """Read good files, and damaged ones, so that what is imported on first use is there before anything is watched."""
-        # zipfile takes it for names that are not marked as UTF-8.
+        """Read good and damaged files, so that imports on first use are done before monitoring begins."""
+        # zipfile uses it for names that are not marked as UTF-8.
         codecs.lookup("cp437")
         for name, reader in library_readers().items():
             good = self._good[name]
@@ -205,7 +205,7 @@ class _Worker:
             self._seen.append(f"{event} {arguments[:1]!r}"[:200])
 
     def _may_be_opened(self, path: Any) -> bool:
-        # A number is of a file that was opened by its name before.
+        # A number is the descriptor of a file that was opened by name before.
         return type(path) is int or (isinstance(path, (str, os.PathLike)) and os.fspath(path) in self._may_open)
 
     def _read_one(self, number: int, seconds_each: float) -> Outcome:
@@ -231,7 +231,7 @@ class _Worker:
         value, error = None, None
         self._seen = []
         self._was_late = False
-        # CPU time: this is not to depend on what else the machine does.
+        # CPU time, because it does not depend on the load of the machine.
         started = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, seconds_each)
         resource.setrlimit(resource.RLIMIT_CPU, (int(started + 2 * seconds_each) + 1, resource.RLIM_INFINITY))
@@ -263,7 +263,7 @@ class _Worker:
             try:
                 doubt = reader.doubt(content, value)
             except Exception as caught:  # noqa: BLE001  a value that can't even be looked at
-                doubt = f"looking at it raised {type(caught).__name__}: {str(caught)[:200]}"
+                doubt = f"verifying it raised {type(caught).__name__}: {str(caught)[:200]}"
             if doubt:
                 violations.append(("wrong value", doubt))
         return violations

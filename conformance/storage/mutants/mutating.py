@@ -1,7 +1,7 @@
-"""One change to the library's own source, put in while a process imports it; no file is touched.
+"""Applies one change to the library's source while a process imports it; no file is changed.
 
-A change names the function and a fragment of it. A fragment that does not stand there exactly once is an error, so a table of
-changes can't rot in silence while the code goes on.
+A change names a function and a fragment of it. A fragment that does not occur exactly once is an error, so the table can't
+become outdated unnoticed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 PACKAGE = "hyper_resume.checkpoint"
-# What holds on to nothing of the package, and goes on being used.
+# Modules that keep no reference to the package, and stay imported.
 _KEPT = frozenset(
     f"conformance.storage.{name}"
     for name in ("mutants", "mutants.mutating", "mutants.mutation_run", "mutants.table", "records")
@@ -27,7 +27,7 @@ _KEPT = frozenset(
 
 
 class MutationError(RuntimeError):
-    """The change does not fit the code any more."""
+    """The change does not match the code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Change:
 
     @property
     def module_name(self) -> str:
-        """In full."""
+        """The full name of the module."""
         return f"{PACKAGE}.{self.module}"
 
 
@@ -49,7 +49,7 @@ def changed_source(source: str, change: Change) -> str:
     """Return the module's source with the change.
 
     Raises:
-        MutationError: there is no such function, the fragment is not there exactly once, or what comes out is no Python.
+        MutationError: there is no such function, the fragment does not occur exactly once, or the result is no Python.
     """
     lines = source.splitlines(keepends=True)
     node = _find(ast.parse(source).body, change.function.split("."))
@@ -61,7 +61,7 @@ def changed_source(source: str, change: Change) -> str:
     count = body.count(change.fragment)
     if count != 1:
         raise MutationError(
-            f"{change.module}.{change.function}: the fragment {change.fragment!r} stands there {count} times, not once"
+            f"{change.module}.{change.function}: the fragment {change.fragment!r} occurs {count} times, expected once"
         )
     result = "".join(lines[:first]) + body.replace(change.fragment, change.replacement) + "".join(lines[last:])
     try:
@@ -79,7 +79,7 @@ def _find(body: Iterable[ast.stmt], path: Sequence[str]) -> Any:
 
 
 def source_of(change: Change) -> tuple[str, Path]:
-    """The module's source as it is, and where; without importing it.
+    """The module's source and its path, without importing it.
 
     Raises:
         MutationError: there is no such module.
@@ -94,7 +94,7 @@ def source_of(change: Change) -> tuple[str, Path]:
 
 
 def check(change: Change) -> None:
-    """Nothing, where the change still fits.
+    """Verify that the change matches the code.
 
     Raises:
         MutationError: it does not.
@@ -103,10 +103,10 @@ def check(change: Change) -> None:
 
 
 def install(change: Change | None) -> None:
-    """Forget the package, and import it anew with the change (None: as it is). For a process that ends afterwards.
+    """Import the package again with the change (None: unchanged). For a process that ends afterwards.
 
     Raises:
-        MutationError: the change does not fit, or the module was not imported.
+        MutationError: the change does not match, or the module was not imported.
     """
     for name in list(sys.modules):
         if name == PACKAGE or name.startswith(f"{PACKAGE}.") or _may_hold_it(name):

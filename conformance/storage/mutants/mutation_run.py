@@ -1,9 +1,8 @@
-"""T7, the test of the tests: the code that keeps the promises is broken in one place at a time; T1, T2, T3 or T6 must notice.
+"""T7, mutation testing: the library is changed in one place at a time; T1, T2, T3 or T6 must fail.
 
-Each change of :mod:`conformance.storage.mutants.table` is put into a forked process while that imports the library. Quick
-versions of the proofs then look at it, the likeliest first, until one notices something that it does not notice of the library
-as it is (every proof is run on that too: the control). A change that nothing notices has survived; where the table says why it
-is no loss, that is told.
+Each change of :mod:`conformance.storage.mutants.table` is applied in a forked process while that imports the library. Quick
+versions of the proofs (probes) are then run, the likeliest first, until one reports something that it does not report for the
+unchanged library (the control run). A mutant that no probe detects has survived; the table may explain why that is right.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from conformance.storage.mutants.table import MUTANTS, Entry
 from conformance.storage.records import Mutant
 
 TIER = "mutant"
-# A mutant that hangs is noticed by that.
+# A mutant that hangs is detected by this limit.
 _PROBE_SECONDS = 900.0
-# So often a notice may turn out to be one of the library as it is, too.
+# How many reports may turn out to be reports of the unchanged library too.
 _MOST_DOUBTS = 8
 _PRELOAD = ("hyper_resume.collective", "hyper_resume.config", "hyper_resume.digest", "hyper_resume.errors")
 
-# Of all kinds; a reader gets those of its own.
+# Cases of all kinds; a reader gets those of its kinds.
 _FEW_HOSTILE = 1100
 
 Notices = Iterator[str]
@@ -35,7 +34,7 @@ Notices = Iterator[str]
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """What one probe said of one mutant (id "": the library as it is)."""
+    """What one probe reported for one mutant (id "": the unchanged library)."""
 
     mutant: str
     probe: str
@@ -92,12 +91,12 @@ def _of_verdicts(verdicts: Sequence[Any]) -> Notices:
         yield from (f"{row_of(verdict)}: {name}" for name in verdict.violations)
 
 
-# (rank, error, every which N) that is tried of each scenario of T3.
+# (rank, error, stride) tried of each scenario of T3.
 _FEW_ERRORS = ((0, "short write", 3), (0, "short read", 3), (0, "EIO", 3), (1, "EIO", 3), (1, "short write", 1))
 
 
 def _errors(scenario: str) -> Notices:
-    """Failing operations of one scenario (``SCENARIO/OPERATION``: of that kind); each notice ends in the id of its run."""
+    """Failing operations of one scenario (``SCENARIO/OPERATION``: of that kind); each report ends in the id of its run."""
     from conformance.storage.failing_operations import operation_errors as errors
     from conformance.storage.failing_operations import runs
 
@@ -125,7 +124,7 @@ def _errors(scenario: str) -> Notices:
 
 
 def _one_error(case_id: str) -> Notices:
-    """One run of those."""
+    """One of these runs."""
     from conformance.storage.failing_operations import operation_errors as errors
 
     verdict = errors.examine_id(case_id)
@@ -182,7 +181,7 @@ def _other_layout(_: str) -> Notices:
 
 
 def _hostile(reader: str) -> Notices:
-    """Some of the hostile files of T6 that one reader is fed."""
+    """Some of the hostile files of T6 for one reader."""
     from conformance.storage.hostile import fuzz
     from conformance.storage.hostile.readers import library_readers
 
@@ -194,7 +193,7 @@ def _hostile(reader: str) -> Notices:
 def _changed_since(_: str) -> Notices:
     """A shard in which one bit changes after LATEST has verified it: the load that follows is refused, or reads what was saved.
 
-    The tensor is large enough to be a segment of its own, whose digest the verification tells the load.
+    The tensor is large enough to be a segment of its own, whose digest the verification passes to the load.
     """
     import torch
 
@@ -257,7 +256,7 @@ PROBES: Mapping[str, tuple[Callable[[str], Notices], str]] = {
 
 
 def _run_probe(entry: Entry | None, probe: str, known: Sequence[str]) -> ProbeResult:
-    """In a process of its own: put the change in, and let one probe look until it notices what is not ``known``."""
+    """In a process of its own: apply the change, and run one probe until it reports something that is not ``known``."""
     function, argument = PROBES.get(probe, (_one_error, probe))
 
     def life() -> tuple[str, ...]:
@@ -287,14 +286,14 @@ def _run_probe(entry: Entry | None, probe: str, known: Sequence[str]) -> ProbeRe
 
 
 def examine(entry: Entry, control: Mapping[str, Sequence[str]], probes: Sequence[str] | None = None) -> Mutant:
-    """Let probes look at one mutant, one after the other, until one notices.
+    """Run probes on one mutant, one after the other, until one detects it.
 
     Args:
         entry: the mutant.
-        control: probe -> what it notices of the library as it is. Where a probe has none, what it notices of the mutant is
-            tried on the library as it is.
-        probes: which; by default its own, the likeliest first, and then all others. What is known to be no loss is looked at
-            only where it would be one.
+        control: probe -> what it reports for the unchanged library. For a probe without a control, each report is repeated on
+            the unchanged library.
+        probes: the probes; by default the entry's own, the likeliest first, and then all others. A mutant with an explanation
+            gets its own only.
     """
     for probe in [*entry.probes, *_others(entry)] if probes is None else probes:
         notice = _new_notice(entry, probe, control)
@@ -309,7 +308,7 @@ def _others(entry: Entry) -> list[str]:
 
 
 def _new_notice(entry: Entry, probe: str, control: Mapping[str, Sequence[str]]) -> str:
-    """What the probe notices of the mutant, and not of the library as it is; "" for nothing."""
+    """What the probe reports for the mutant and not for the unchanged library; "" for nothing."""
     known = list(control.get(probe, ()))
     for _ in range(_MOST_DOUBTS):
         new = [notice for notice in _run_probe(entry, probe, known).noticed if notice not in known]
@@ -327,7 +326,7 @@ def _new_notice(entry: Entry, probe: str, control: Mapping[str, Sequence[str]]) 
 
 
 def problems(entries: Sequence[Entry] = MUTANTS) -> list[str]:
-    """Which changes don't fit the code any more, and which ids stand twice; an empty list is right."""
+    """Changes that do not match the code, and duplicate ids; empty if all is right."""
     found = []
     for entry in entries:
         try:
@@ -340,10 +339,10 @@ def problems(entries: Sequence[Entry] = MUTANTS) -> list[str]:
 
 
 def run(*, entries: Sequence[Entry] = MUTANTS, workers: int = 2) -> tuple[Mutant, ...]:
-    """Judge every mutant: all by their own probes, and those that these do not notice by all others.
+    """Judge every mutant by its own probes, and those that survive these by all others.
 
     Raises:
-        MutationError: the table does not fit the code (see :func:`problems`).
+        MutationError: the table does not match the code (see :func:`problems`).
         WorkerError: harness trouble.
     """
     wrong = problems(entries)
@@ -355,7 +354,7 @@ def run(*, entries: Sequence[Entry] = MUTANTS, workers: int = 2) -> tuple[Mutant
         for of_entry in (lambda entry: entry.probes, _others):
             left = [entry for entry in entries if entry.id not in found or found[entry.id].is_missed]
             wanted = {probe for entry in left for probe in of_entry(entry)} - control.keys()
-            # A run of T3 that notices something is tried on the library as it is; they are too many to try all before.
+            # T3 has too many runs for a control of all; a run that reports something is repeated on the unchanged library.
             results: list[ProbeResult] = pool.map(
                 _control, [one for one in PROBES if one in wanted and PROBES[one][0] is not _errors]
             )
@@ -385,5 +384,5 @@ def replay(case_id: str) -> Mutant:
 
 
 def score(found: Sequence[Mutant]) -> float:
-    """The share that was noticed, 0 to 1."""
+    """The share of detected mutants, 0 to 1."""
     return sum(one.killed_by is not None for one in found) / len(found) if found else 0.0

@@ -1,7 +1,7 @@
 """A small ext4 file system in a file, mounted through a loop device, in a mount namespace of its own (Linux, root).
 
-The namespace makes cleaning up certain: when the last process in it has ended, however that was, the kernel unmounts what was
-mounted there, and a loop device that was made by ``mount`` goes with its mount.
+The namespace guarantees the clean-up: when its last process has ended, the kernel unmounts everything in it, and a loop device
+that ``mount`` made is released with its mount.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOOL_SECONDS = 30.0
 
 
 def why_not() -> str:
-    """Why this machine allows no loop-mounted image; "" where it does as far as can be told without trying."""
+    """Why this machine allows no loop-mounted image; "" if it seems to allow one."""
     if sys.platform != "linux":
         return f"loop devices are Linux's, this is {sys.platform}"
     if os.geteuid() != 0:
@@ -38,7 +38,7 @@ def _search_path() -> str:
 
 
 def own_mounts() -> None:
-    """Put this process into a mount namespace of its own.
+    """Move this process into a mount namespace of its own.
 
     Raises:
         OSError: not permitted.
@@ -76,7 +76,7 @@ def mounted(image: Path, at: Path) -> Iterator[Path]:
 
 
 def copy_image(source: Path, target: Path) -> None:
-    """Copy what the device has at this moment. Holes stay holes."""
+    """Copy the current content of the device. Holes stay holes."""
     reader = os.open(source, os.O_RDONLY)
     writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -100,7 +100,7 @@ def _copy_range(reader: int, writer: int, start: int, stop: int) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Ask the kernel to bring all of one file system to its device."""
+    """Flush a file system to its device."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         ctypes.CDLL(None).syncfs(descriptor)

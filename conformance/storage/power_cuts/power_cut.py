@@ -1,13 +1,13 @@
-"""Power cuts on a real file system: T5, and for the peer beside it.
+"""T5: power cuts on a real file system, for the library and for stock DCP.
 
-Two ranks save onto a loop-mounted ext4 image. After each operation the image file is copied: what the kernel has sent to the
-device by then is what a power cut would leave. Each copy is mounted, which lets ext4 replay its journal, and what is there is
-loaded by the real loader.
+Two ranks save onto a loop-mounted ext4 image. After each operation the image file is copied: it holds what the kernel has sent
+to the device, which is what a power cut would leave. Each copy is mounted, so that ext4 replays its journal, and loaded by the
+real loader.
 
-A save is over before the kernel writes anything of its own accord, so each scenario is run in three ways: left alone, with the
-file system flushed after every operation (what a busy machine does at any time), and after every third.
+A save ends before the kernel writes anything back by itself. So each scenario is run in three ways: without flushing, with a
+flush of the file system after every operation (as a busy machine may do), and after every third.
 
-It shows ext4 with an honest device: what the device itself would lose or reorder is not in the file.
+This tests ext4 on a device that loses and reorders nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROOT = "root"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One scenario run once, for a worker; of its copies every ``every``-th is loaded (the last one always)."""
+    """One scenario run once, for a worker; every ``every``-th copy is loaded, and always the last one."""
 
     subject: str
     scenario: str
@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """What came of a job: trials, (id, oracles) of those that broke a promise, or why there was none."""
+    """The outcome of a job: the number of trials, (id, oracles) of those that broke a promise, or the error."""
 
     job: Job
     count: int = 0
@@ -58,7 +58,7 @@ class Trials:
 
 
 def run(*, smoke: bool = False, workers: int = 2) -> tuple[PowerCuts, ...]:
-    """Run all scenarios; where this machine allows no such image, one record that says why.
+    """Run all scenarios. If this machine allows no such image, returns one record with the reason.
 
     Raises:
         RecordingError: a scenario did not run to its end.
@@ -135,7 +135,7 @@ def _examine(job: Job) -> Trials:
 
 
 def _live(subject: Subject, scenario: Scenario, folder: Path, flush_every: int) -> list[Operation]:
-    """Run the scenario on the image; a copy named by the operation's number lies in ``folder`` after each."""
+    """Run the scenario on the image; after each operation a copy, named by its number, is put into ``folder``."""
     image, at = folder / "image", folder / "mounted"
     with loop_image.mounted(image, at):
         (at / _ROOT).mkdir()
@@ -174,12 +174,12 @@ def _judge(subject: Subject, scenario: Scenario, operations: list[Operation], fo
 
 
 def _changes_or_marks(one: Operation) -> bool:
-    """It changes the disk or gives a promise."""
+    """True if it changes the disk or gives a promise."""
     return one.kind != "mark" or one.path.startswith(DURABLE)
 
 
 def _in_own_process(action: Callable[[], Any]) -> Any:
-    """The process that mounts forks ranks, so it must not load anything itself."""
+    """Run ``action`` in another process: the one that mounts also forks ranks, so it must not load anything itself."""
     ended = forked_ranks.run_alone(action, limit_seconds=_JOB_SECONDS)
     if ended.how != "returned":
         raise RecordingError(f"{ended.summary}\n{ended.trace}")

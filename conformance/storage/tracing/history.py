@@ -1,7 +1,7 @@
-"""A traced sequence of operations, understood: what each changes, and what is known of the disk at any point in it.
+"""The history of a traced sequence of operations: what each changes, and the state of the disk at any point.
 
-Names are followed by what they stand for (a number for each file and directory, as the file system has inodes), so that a
-file that was renamed while its first name was not yet on the disk ends in one place, not in two.
+Names are resolved to numbers of files and directories, like the inodes of a file system. So a file that was renamed while its
+first name was not yet durable ends in one place, not in two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """One thing asked of the kernel, or (``mark``) something that the program told.
+    """One call to the kernel, or (``mark``) an event that the program reported.
 
     ``path`` and ``target`` are relative to the root; a mark's text is in ``path``. ``file`` is the number of the operation
     that opened what is written, truncated or synced. ``offset`` counts bytes; for ``truncate`` it is the size.
@@ -69,13 +69,13 @@ class Change:
 
 
 class History:
-    """One order of operations, understood: which inode each concerns, and what can be said of any point in it."""
+    """One order of operations, resolved to inodes, with the state at any point."""
 
     def __init__(self, base: Tree, operations: Sequence[Operation]) -> None:
         """Follow ``operations`` from the tree ``base``, all of which is on the disk already.
 
         Raises:
-            TraceError: an operation has nothing to act on (a rename of what is not there), or an order that can't be.
+            TraceError: an operation has no target (a rename of a missing file), so this order is impossible.
         """
         self.operations = tuple(operations)
         self._links: dict[Place, int] = {}
@@ -100,10 +100,10 @@ class History:
         return len(self.operations)
 
     def tree(self) -> dict[str, bytes | None]:
-        """Everything as it is when all operations are done and kept."""
+        """The tree after all operations, if all are kept."""
         return self.assemble(self._names, self.contents(len(self)))
 
-    # ---- understanding the operations ---------------------------------------------------------------------------------
+    # ---- following the operations -------------------------------------------------------------------------------------
 
     def _add_base(self, path: str, content: bytes | None) -> None:
         inode = self._new()
@@ -132,7 +132,7 @@ class History:
             return _ROOT
         found = self._links.get(self._place(path))
         if found is None:
-            raise TraceError(f"{path}: is not there")
+            raise TraceError(f"{path}: does not exist")
         return found
 
     def _follow(self, position: int, operation: Operation) -> None:
@@ -150,13 +150,13 @@ class History:
 
     def _follow_make_directory(self, position: int, operation: Operation) -> None:
         if self._links.get(self._place(operation.path)) in self._is_directory:
-            return  # whoever made it was faster
+            return  # another rank made it first
         self._is_directory.add(self._follow_create(position, operation))
 
     def _follow_create(self, position: int, operation: Operation) -> int:
         place = self._place(operation.path)
         if place in self._links:
-            raise TraceError(f"{operation.path}: is there already")
+            raise TraceError(f"{operation.path}: exists already")
         inode = self._new()
         kept = frozenset({place[0]})
         self._named(
@@ -216,14 +216,14 @@ class History:
 
     _follow_remove_directory = _follow_remove
 
-    # ---- what is known at a point -------------------------------------------------------------------------------------
+    # ---- the state at a point -----------------------------------------------------------------------------------------
 
     def names(self, point: int) -> list[NameChange]:
         """The changes of names among the first ``point`` operations."""
         return self._names[: bisect.bisect_left(self._name_positions, point)]
 
     def synced_at(self, inode: int, point: int) -> int:
-        """Where the file's bytes were last synced; -1 where they never were."""
+        """The position of the last sync of the file's bytes; -1 if there is none."""
         return max((position for position, one in self._file_syncs if one == inode and position < point), default=-1)
 
     def dirty(self, point: int) -> list[int]:
@@ -248,7 +248,7 @@ class History:
         return self._opened[operation.file]
 
     def variants(self, inode: int, point: int) -> dict[str, bytes]:
-        """What a file with unsynced bytes may hold, by a name for each; equal ones are given once."""
+        """The possible contents of a file with unsynced bytes, by name; equal contents are given once."""
         synced = self.synced_at(inode, point)
         kept = self.content(inode, synced + 1)
         changes = [one for one in self._bytes[inode] if synced < one.position < point]
@@ -263,7 +263,7 @@ class History:
         return {name: found[name] for name in _first_of_each(found)}
 
     def kept_names(self, point: int) -> tuple[int, set[int]]:
-        """(how long the prefix of names is that a journal has, indices of the names that POSIX promises) at ``point``."""
+        """(length of the prefix of names that a journal keeps, indices of the names that POSIX guarantees) at ``point``."""
         names = self.names(point)
         prefix, promised = 0, set[int]()
         for position, inode in [*self._file_syncs, *self._directory_syncs]:
@@ -278,7 +278,7 @@ class History:
         return prefix, promised
 
     def assemble(self, names: Sequence[NameChange], contents: Mapping[int, bytes]) -> dict[str, bytes | None]:
-        """The tree when of all names these are kept; ``contents`` of files that were written, the others are as they were."""
+        """The tree if only these names are kept; ``contents`` are those of written files, others are unchanged."""
         links = dict(self._base_links)
         where = {inode: place for place, inode in links.items()}
         for name in names:

@@ -1,4 +1,4 @@
-"""What the recorder puts in place of the functions that change the disk, and of torch's collectives."""
+"""The recorder's replacements of the functions that change the disk, and of torch's collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conformance.records.file_operations import wrapped
 from conformance.storage.tracing.history import TraceError
 from conformance.storage.tracing.recorder import ENTER, LEAVE, Recorder
 
-# Who waits for whom: everybody for everybody, the destination for all, all for the source.
+# Which rank waits for which: all for all, the destination for all, all for the source.
 _COLLECTIVES = {
     "barrier": "all",
     "all_gather_object": "all",
@@ -27,14 +27,14 @@ _COLLECTIVES = {
 
 
 def install(recorder: Recorder, rank: int, *, wants_interface: bool) -> None:
-    """Record what this process does from now on, as ``rank``; for good. ``wants_interface``: see :meth:`Recorder.begin`."""
+    """Record the operations of this process from now on, as ``rank``. ``wants_interface``: see :meth:`Recorder.begin`."""
     recorder.begin(rank, wants_interface=wants_interface)
     _replace_functions(recorder)
     _replace_collectives(recorder)
 
 
 def _replace_functions(recorder: Recorder) -> None:
-    """What Python code changes the disk with is replaced, for good, by what does it and records it."""
+    """Replace Python's functions that change the disk, for the rest of the process, by functions that also record it."""
     for name, kind in (
         ("mkdir", "make_directory"), ("rmdir", "remove_directory"), ("unlink", "remove"), ("remove", "remove"),
     ):  # fmt: skip
@@ -66,7 +66,7 @@ def _on_path(recorder: Recorder, original: Callable[..., Any], kind: Any) -> Cal
             try:
                 result = original(path, *args, **kwargs)
             except FileExistsError:
-                # Another rank was faster. In another order of the ranks this one is, so it is an operation all the same.
+                # Another rank made it first. In another order this rank does, so it is recorded all the same.
                 if kind == "make_directory":
                     recorder.note(kind, where)
                 raise
@@ -98,7 +98,7 @@ def _unknown(recorder: Recorder, original: Callable[..., Any], name: str) -> Cal
         for one in args[:2]:
             place = recorder.is_open(one) if isinstance(one, int) else recorder.below(one)
             if place:
-                raise TraceError(f"the models know no {name}")
+                raise TraceError(f"the persistence models do not support {name}")
         return original(*args, **kwargs)
 
     return instead
@@ -186,7 +186,7 @@ def _syncing(recorder: Recorder, original: Callable[..., None]) -> Callable[...,
 
 
 class _TracedFile(io.FileIO):
-    """What Python's buffered files write through."""
+    """The raw file under Python's buffered files."""
 
     recorder: Recorder
 
@@ -214,7 +214,7 @@ class _TracedFile(io.FileIO):
 
 
 def _open_function(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``open``: a file that is written to is opened through ``os.open``, which is traced, and wrapped as ``open`` would."""
+    """``open``: a file for writing is opened through ``os.open``, which is traced, and wrapped as ``open`` would."""
 
     @functools.wraps(original)
     def instead(
@@ -238,7 +238,7 @@ def _open_function(recorder: Recorder, original: Callable[..., Any]) -> Callable
 
 
 def _replace_collectives(recorder: Recorder) -> None:
-    """Entering and leaving a collective is marked from now on."""
+    """Mark entering and leaving each collective from now on."""
     import torch.distributed as dist
 
     for name, waits in _COLLECTIVES.items():

@@ -1,4 +1,4 @@
-"""The library's one interface to the disk, made known to the recorder. Imports ``hyper_resume``, so it is imported late."""
+"""The library's interface to the disk, connected to the recorder. It imports ``hyper_resume``, so it is imported late."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hyper_resume.checkpoint.disk.operations import Buffer, FileOperations, Outp
 
 
 class RecordingOperations(FileOperations):
-    """The real operations: the recorder sees them below, and is told here that they came through the interface."""
+    """The real operations, marked for the recorder as made through the interface."""
 
     def __init__(self, recorder: Recorder) -> None:
         """``can_exchange`` False stands for a file system without it."""
@@ -70,7 +70,7 @@ class _RecordedFile(OutputFile):
             return self._inner.write(*pieces)
 
     def reserve(self, size: int) -> None:
-        # Changes nothing that a crash could leave: not a byte, and not the size.
+        # Changes nothing that a crash could leave, neither bytes nor size.
         self._inner.reserve(size)
 
     def sync(self) -> None:

@@ -1,4 +1,4 @@
-"""What several ranks may have done by when: the orders that their collectives allow."""
+"""The orders in which several ranks may have made their operations, as their collectives allow."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from conformance.storage.tracing.recorder import ENTER, LEAVE, RankTrace
 
 
 def orders(traces: Sequence[RankTrace]) -> dict[str, tuple[Operation, ...]]:
-    """Orders in which the ranks may have done what they did, by name; equal ones are given once.
+    """Possible orders of the ranks' operations, by name; equal ones are given once.
 
-    Each rank as far ahead of the others as the collectives let it, the ranks in turn, and as recorded.
+    They are: each rank as far ahead of the others as the collectives allow, the ranks in turn, and as recorded.
     """
     found = {f"rank{ahead}_first": _merge(traces, functools.partial(_prefer, ahead)) for ahead in range(len(traces))}
     turn = iter(range(1 << 30))
     found["in_turn"] = _merge(traces, lambda ready: ready[next(turn) % len(ready)])
-    # Last, because the same order has another name in the next run, if it has one there at all.
+    # Last, because the next run may record another order.
     found["recorded"] = tuple(sorted((one for trace in traces for one in trace.operations), key=lambda one: one.number))
     seen: dict[tuple[int, ...], str] = {}
     for name, order in found.items():
@@ -30,7 +30,7 @@ def _prefer(ahead: int, ready: list[int]) -> int:
 
 
 def is_collective(one: Operation) -> bool:
-    """A mark of a collective: it says something of the order only."""
+    """True for a mark of a collective, which matters for the order only."""
     return one.kind == "mark" and one.path.startswith((ENTER, LEAVE))
 
 
@@ -53,7 +53,7 @@ def _merge(traces: Sequence[RankTrace], choose: Callable[[list[int]], int]) -> t
         if one.kind == "mark" and one.path.startswith(ENTER):
             entered.setdefault(one.path.removeprefix(ENTER), set()).add(rank)
     if any(position < len(trace.operations) for position, trace in zip(at, traces, strict=True)):
-        raise TraceError("the ranks' collectives do not fit together")
+        raise TraceError("the ranks' collectives do not match")
     return tuple(order)
 
 

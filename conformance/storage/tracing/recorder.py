@@ -1,11 +1,11 @@
-"""The real trace of a program that writes below one folder: every operation with its bytes, numbered over all ranks.
+"""Traces a program that writes below one folder: every operation with its bytes, numbered over all ranks.
 
-:class:`Recorder` stands in place of Python's own functions (``os.write``, ``open``, ``os.rename``, ...), so it sees what the
-kernel is asked for, by whatever code, in the order in which it happened: an operation and its number are one step under a lock
-that the ranks share. Collectives are recorded as marks, which say what one rank may have done before another.
+:class:`Recorder` replaces Python's functions (``os.write``, ``open``, ``os.rename``, ...), so it records every call to the
+kernel in its real order: an operation and its number are made under a lock that the ranks share. Collectives are recorded as
+marks, which limit the possible orders of the ranks.
 
-What writes from C by a name of its own is not seen; so the traced operations, done again, must give the tree that is on the
-disk. An operation that the library makes without going through ``hyper_resume.checkpoint.disk.operations`` is in ``around``.
+Writes from C are not recorded; so replaying the traced operations must give the tree on the disk, which is verified. An
+operation that the library makes without going through ``hyper_resume.checkpoint.disk.operations`` is in ``around``.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from typing import Any
 from conformance.storage.tracing.history import Kind, Operation
 
 _WRITING = os.O_WRONLY | os.O_RDWR
-# How a mark of a collective begins; then group/number, who waits for whom, and the rank that this is said of.
+# Prefixes of a collective's marks; then follow group/number, which ranks wait, and the root rank.
 ENTER, LEAVE = "enter ", "leave "
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """What one rank did: its operations, and of these the ones made around the library's interface."""
+    """The operations of one rank, and those of them that were made outside the library's interface."""
 
     operations: tuple[Operation, ...]
     around: tuple[str, ...] = ()
 
 
 class Recorder:
-    """Made before the ranks are forked (they share its counter); each calls ``hooks.install``."""
+    """Records operations. Made before the ranks are forked (they share its counter); each rank calls ``hooks.install``."""
 
     def __init__(self, root: Path, on_operation: Callable[[Operation], None] | None = None) -> None:
-        """Nothing is recorded before :meth:`begin`. ``on_operation`` is called with each operation before anything else happens."""
+        """Nothing is recorded before :meth:`begin`. ``on_operation`` is called with each operation at once."""
         self._on_operation = on_operation
         self._root = os.path.realpath(root)
         self._counter = multiprocessing.get_context("fork").Value("q", 0)
@@ -58,7 +58,7 @@ class Recorder:
         self._wants_interface = wants_interface
 
     def trace(self) -> RankTrace:
-        """What was recorded."""
+        """The recorded operations."""
         return RankTrace(operations=tuple(self._done), around=tuple(self._around))
 
     def mark(self, text: str) -> None:
@@ -68,13 +68,13 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What happens inside, and its number, are one: no other rank or thread records in between."""
+        """Make an operation and its number atomic: no other rank or thread records in between."""
         with self._counter.get_lock():
             yield
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """What this thread does inside goes through the library's interface."""
+        """Operations of this thread inside the block go through the library's interface."""
         before = getattr(self._inside, "depth", 0)
         self._inside.depth = before + 1
         try:
@@ -85,7 +85,7 @@ class Recorder:
     def note(
         self, kind: Kind, path: str, *, target: str = "", data: bytes = b"", offset: int = 0, file: int = -1
     ) -> int:
-        """Record one operation that has just succeeded; returns its number. To be called inside :meth:`step`."""
+        """Record one operation that has just succeeded; returns its number. Call it inside :meth:`step`."""
         number: int = self._counter.value
         self._counter.value = number + 1
         one = Operation(
@@ -101,7 +101,7 @@ class Recorder:
     # ---- paths and descriptors --------------------------------------------------------------------------------------
 
     def below(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """``path`` relative to the root ("." for itself); None where it is not below it."""
+        """``path`` relative to the root ("." for itself); None if it is not below it."""
         if isinstance(path, int):
             return self.directory_of(path)
         try:
@@ -117,11 +117,11 @@ class Recorder:
         return found[len(self._root) + 1 :] if found.startswith(self._root + os.sep) else None
 
     def is_open(self, descriptor: int) -> bool:
-        """The descriptor stands for a traced file that is written to."""
+        """True for the descriptor of a traced file that is open for writing."""
         return descriptor in self._files
 
     def exists(self, where: str) -> bool:
-        """There is something of that name below the root."""
+        """True if that path exists below the root."""
         return os.path.lexists(os.path.join(self._root, where))  # noqa: PTH118
 
     def next_collective(self, group: str) -> int:
@@ -134,7 +134,7 @@ class Recorder:
         return self._directories.get(descriptor)
 
     def opened(self, descriptor: int, where: str, *, existed: bool, flags: int) -> None:
-        """A descriptor now stands for ``where``."""
+        """Record that a descriptor was opened for ``where``."""
         self.closed(descriptor)
         if os.path.isdir(f"/proc/self/fd/{descriptor}"):  # noqa: PTH112
             self._directories[descriptor] = where
@@ -146,12 +146,12 @@ class Recorder:
                 self.note("truncate", where, file=number)
 
     def closed(self, descriptor: int) -> None:
-        """A descriptor stands for nothing any more."""
+        """Record that a descriptor was closed."""
         self._files.pop(descriptor, None)
         self._directories.pop(descriptor, None)
 
     def wrote(self, descriptor: int, data: Any, count: int, offset: int | None = None) -> None:
-        """``count`` bytes were written, at ``offset`` or where the last write ended."""
+        """Record a write of ``count`` bytes, at ``offset`` or after the last write."""
         file = self._files.get(descriptor)
         if file is None:
             return
@@ -161,18 +161,18 @@ class Recorder:
             self._ends[descriptor] = start + count
 
     def seeked(self, descriptor: int, position: int) -> None:
-        """The next write goes there."""
+        """Record the position of the next write."""
         if descriptor in self._ends:
             self._ends[descriptor] = position
 
     def truncated(self, descriptor: int, size: int) -> None:
-        """The file was cut or grown."""
+        """Record a truncation."""
         file = self._files.get(descriptor)
         if file is not None:
             self.note("truncate", self._path_of(file), offset=size, file=file)
 
     def synced(self, descriptor: int) -> None:
-        """The descriptor was synced."""
+        """Record a sync."""
         file, directory = self._files.get(descriptor), self._directories.get(descriptor)
         if file is not None:
             self.note("sync", self._path_of(file), file=file)

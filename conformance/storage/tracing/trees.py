@@ -1,4 +1,4 @@
-"""Trees on the disk: a state made, a folder for it, and what a folder holds."""
+"""File trees on the disk: write a state, read a folder, compare two."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from conformance.storage.tracing.history import Tree
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """An empty folder, in memory where that can be."""
+    """An empty folder, in memory if possible."""
     folder = Path(tempfile.mkdtemp(prefix="crash-", dir=forked_ranks.scratch()))
     try:
         yield folder
@@ -24,7 +24,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def write_tree(root: Path, tree: Tree) -> None:
-    """Put a state on the disk."""
+    """Write a state to the disk."""
     for path in sorted(tree):
         content = tree[path]
         if content is None:
@@ -38,7 +38,7 @@ def write_tree(root: Path, tree: Tree) -> None:
 
 
 def read_tree(root: Path) -> dict[str, bytes | None]:
-    """What is on the disk below ``root``."""
+    """The tree on the disk below ``root``."""
     return {
         path.relative_to(root).as_posix(): None if path.is_dir() else path.read_bytes()
         for path in sorted(root.rglob("*"))
@@ -46,7 +46,7 @@ def read_tree(root: Path) -> dict[str, bytes | None]:
 
 
 def difference(found: Tree, wanted: Tree) -> str:
-    """The first path in which two trees differ; "" where they are equal."""
+    """The first path in which two trees differ; "" if they are equal."""
     for path in sorted(found.keys() | wanted.keys()):
         if path not in found or path not in wanted:
             return f"{path} is only in one of them"

@@ -1,4 +1,4 @@
-"""A scenario run by real ranks, and what they did, in each order that their collectives allow."""
+"""Runs a scenario in real ranks and records their operations, in each order that their collectives allow."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from conformance.storage.tracing.history import History, Operation, Tree
 from conformance.storage.tracing.recorder import RankTrace, Recorder
 from conformance.storage.workload.scenarios import WORLD_SIZE, Scenario, Subject
 
-# No part of a checkpoint: it is held while a run lives, and nothing reads it back. It is neither in the states (its bytes are
-# never synced, which would multiply them) nor counted as made around the interface.
+# Not part of a checkpoint: a run holds it while it is alive, and nothing reads it. It is left out of the states (its bytes are
+# never synced, which would multiply them) and of the operations outside the interface.
 LOCK = ".writer.lock"
 _LIMIT_SECONDS = 60.0
 
 
 class RecordingError(RuntimeError):
-    """A scenario did not run to its end, or not all that it did was traced: no verdict about crashes is possible."""
+    """A scenario did not run to its end, or was not traced completely: no verdict about crashes is possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """One scenario as it was done: the disk before, each order of what the ranks did, and what went around the interface."""
+    """One recorded scenario: the disk before, the history in each order, and the operations outside the interface."""
 
     scenario: Scenario
     base: Tree
@@ -35,7 +35,7 @@ class Recording:
 
 
 def record(subject: Subject, scenario: Scenario) -> Recording:
-    """Run the scenario in real ranks and trace it. To be called in a process without threads.
+    """Run the scenario in real ranks and trace it. Call it in a process without threads.
 
     Raises:
         RecordingError: see there.
@@ -52,9 +52,7 @@ def record(subject: Subject, scenario: Scenario) -> Recording:
     for name, history in histories.items():
         different = trees.difference(history.tree(), after)
         if different:
-            raise RecordingError(
-                f"{scenario.name}: done again in the order {name}, {different}: a write was not traced"
-            )
+            raise RecordingError(f"{scenario.name}: replayed in the order {name}, {different}: a write was not traced")
     around = tuple(one for trace in traces for one in trace.around if not one.endswith(LOCK))
     return Recording(scenario=scenario, base=base, histories=histories, around=around)
 
@@ -64,7 +62,7 @@ def _without_lock(tree: Tree) -> dict[str, bytes | None]:
 
 
 def prepare(scenario: Scenario, root: Path) -> None:
-    """Live what comes before the traced life."""
+    """Run the programs before the traced one."""
     for program in scenario.before:
         _run(functools.partial(program, root, _ignore), scenario)
 
@@ -72,7 +70,7 @@ def prepare(scenario: Scenario, root: Path) -> None:
 def trace(
     subject: Subject, scenario: Scenario, root: Path, on_operation: Callable[[Operation], None] | None = None
 ) -> list[RankTrace]:
-    """Live the traced life; one trace a rank. ``told`` hears of each operation, in the rank that made it."""
+    """Run the traced program; one trace per rank. ``on_operation`` is called with each operation, in the rank that made it."""
     recorder = Recorder(root, on_operation)
 
     def traced() -> RankTrace:

@@ -1,4 +1,4 @@
-"""What is going on when the crash comes: saves of two ranks through the library, and what its real loader says afterwards."""
+"""Scenarios for crashes: saves by two ranks through the library, and the verdict of its real loader afterwards."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ WORLD_SIZE = 2
 Mark = Callable[[str], None]
 Program = Callable[[Path, Mark], None]
 
-# What a scenario's program tells of. ``begin TAG``: a save is asked for; ``durable TAG``: its promise is given; ``going back TAG``
-# and ``back TAG``: the run that goes on from that save is announced, and has been taken note of.
+# The marks that a scenario's program records. ``begin TAG``: a save is requested; ``durable TAG``: it is durable;
+# ``going back TAG`` and ``back TAG``: a run begins to resume from that save, and has recorded that.
 BEGIN, DURABLE, GOING_BACK, BACK = "begin ", "durable ", "going back ", "back "
 NONE = "none"
 
 
 def tag(step: int, variant: int = 0) -> str:
-    """The name of one save's content; ``variant`` tells attempts at one step apart."""
+    """The name of one save's content; ``variant`` distinguishes saves of one step."""
     return f"{step}/{variant}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Lives of a run, each in processes of its own, of which the last one is traced.
+    """Programs of a run, each in processes of its own; the last one is traced.
 
     Attributes:
         name: permanent.
         title: one line.
-        before: what is done first, to its end; the disk has had time to keep all of it.
-        program: what is traced.
-        current: the save that LATEST means before; ``none`` before the first.
+        before: programs that run first, to their end; all their changes are durable.
+        program: the traced program.
+        current: the save that LATEST names before; ``none`` before the first.
         tags: all saves, in the order in which they are made.
     """
 
@@ -52,11 +52,11 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a loader says of one state of the disk.
+    """A loader's verdict on one state of the disk.
 
-    ``latest`` is a tag, ``none`` (nothing was found), ``refused: ...`` (looking for it raised), ``error: ...`` (it was found
-    and did not load) or ``other: ...`` (it loaded, and is no save that was made). ``claims`` says the same of every step
-    directory that counts as complete.
+    ``latest`` is a tag, ``none`` (nothing was found), ``refused: ...`` (the search raised), ``error: ...`` (it was found and
+    did not load) or ``other: ...`` (it loaded, and equals no save). ``claims`` is the same for every step directory that
+    counts as complete.
     """
 
     latest: str
@@ -64,14 +64,13 @@ class Verdict:
 
 
 class Loads:
-    """Full loads of the step directories of one state after the other.
+    """Full loads of the step directories of successive states.
 
-    What a load says depends on the directory's bytes, so a directory that was loaded before is loaded again only where ``anew``
-    asks for it.
+    The result depends on the directory's bytes, so a directory that was loaded before is loaded again only with ``anew``.
     """
 
     def __init__(self, load: Callable[[Path, tuple[str, ...]], str], tags: tuple[str, ...]) -> None:
-        """``load`` is the loader; ``tags`` are all saves that there are."""
+        """``load`` is the loader; ``tags`` are all saves."""
         self._load = load
         self._tags = tags
         self._known: dict[tuple[str, int], str] = {}
@@ -84,7 +83,7 @@ class Loads:
         self._state, self._anew, self.count = state, anew, 0
 
     def of(self, path: Path) -> str:
-        """What the load of one step directory says: a tag, ``error: ...`` or ``other: ...``."""
+        """The result of loading one step directory: a tag, ``error: ...`` or ``other: ...``."""
         prefix = f"{path.name}/"
         inside = frozenset(item for item in self._state.items() if item[0].startswith(prefix))
         key = path.name, hash(inside)
@@ -95,7 +94,7 @@ class Loads:
 
 
 class Subject(Protocol):
-    """Who is judged: the library, or a peer."""
+    """The storage under test: the library, or stock DCP."""
 
     name: str
     wants_interface: bool
@@ -105,7 +104,7 @@ class Subject(Protocol):
         ...
 
     def installed(self, recorder: Recorder) -> contextlib.AbstractContextManager[None]:
-        """What the recorder has to hook into beside the system's functions, in each rank."""
+        """Additional hooks of the recorder, besides the system's functions, in each rank."""
         ...
 
     def load(self, path: Path, tags: tuple[str, ...]) -> str:
@@ -113,11 +112,11 @@ class Subject(Protocol):
         ...
 
     def judge(self, root: Path, loads: Loads) -> Verdict:
-        """What its loader says of the state in ``root``; changes nothing there."""
+        """Its loader's verdict on the state in ``root``; changes nothing there."""
         ...
 
     def after(self, root: Path) -> str:
-        """Go on after the crash: begin a run, save once more, look. "" or what is wrong. Changes ``root``."""
+        """Continue after the crash: begin a run, save again, check. Returns "" or what is wrong. Changes ``root``."""
         ...
 
 
@@ -140,7 +139,7 @@ def _checkpointer(mark: Mark, variants: Mapping[int, int] | None = None, **optio
 def saving(
     *saves: tuple[int, int], start: tuple[int, int] | None = None, save_async: bool = False, **options: Any
 ) -> Program:
-    """A run that makes ``saves`` ((step, variant)), going on from ``start``. ``options`` are the checkpointer's."""
+    """A program that makes ``saves`` ((step, variant)), resuming from ``start``. ``options`` are the checkpointer's."""
 
     def program(root: Path, mark: Mark) -> None:
         checkpointer = _checkpointer(mark, dict(saves), **options)
@@ -192,10 +191,10 @@ class Library:
         embedded = functools.partial(saving, extra_state_per_rank=False)
         return (
             _scenario("first_save", "the first save into an empty root", (), saving(one), (one,)),
-            _scenario("next_save", "a save beside an earlier one", (first,), saving(two, start=one), (one,), two),
-            _scenario("resave", "a step is saved again: the two change places", (both,), resave, (one, two), again),
+            _scenario("next_save", "a save after an earlier one", (first,), saving(two, start=one), (one,), two),
+            _scenario("resave", "a step is saved again: the two directories are exchanged", (both,), resave, (one, two), again),
             _scenario(
-                "resave_two_renames", "the same where names can't change places", (both,), _without_exchange(resave),
+                "resave_two_renames", "the same where names can't be exchanged", (both,), _without_exchange(resave),
                 (one, two), again,
             ),
             _scenario("async", "a save in the background", (first,), saving(two, start=one, save_async=True), (one,), two),
@@ -284,10 +283,10 @@ def _scenario(
 
 
 def load(path: Path, tags: tuple[str, ...], *, ranks: int = WORLD_SIZE) -> str:
-    """Load a step directory for real, in this process alone, with the training state of every one of ``ranks``.
+    """Load a step directory in this process alone, with the training state of each of ``ranks``.
 
     Returns:
-        the tag of the save that it is, bit for bit; else ``error: ...`` or ``other: ...`` (see :class:`Verdict`).
+        the tag of the save that it is, bit for bit; otherwise ``error: ...`` or ``other: ...`` (see :class:`Verdict`).
     """
     from hyper_resume.checkpoint.format import extra_state
 
@@ -325,7 +324,7 @@ _wanted: dict[tuple[int, int], dict[str, Any]] = {}
 
 
 def wanted(step: int, variant: int) -> dict[str, Any]:
-    """What a load must fill in; made once."""
+    """The expected values of a load; computed once."""
     if (step, variant) not in _wanted:
         _wanted[step, variant] = small.expected(step, variant)
     return _wanted[step, variant]
@@ -333,7 +332,7 @@ def wanted(step: int, variant: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Without the library's warnings: thousands of damaged directories are on purpose here."""
+    """Suppress the library's warnings: thousands of directories are damaged on purpose here."""
     logger = logging.getLogger("hyper_resume")
     before = logger.disabled, logger.level
     logger.setLevel(logging.CRITICAL + 1)

@@ -1,7 +1,7 @@
-"""A training of about 12 KB: what is saved of it, what must come back, and the live state that a failed load must not touch.
+"""A checkpoint of about 12 KB: what is saved, the expected values of a load, and live state that a failed load must not change.
 
-Values depend on (name, step, variant) only and are computed here, so that what is loaded is held against something that never
-went through the library. ``variant`` tells two attempts at the same step apart.
+Values depend on (name, step, variant) only and are computed here, so that loaded values are compared with values that never
+went through the library. ``variant`` distinguishes two saves of the same step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 Layout = Literal["per_rank", "embedded"]
 LAYOUTS: tuple[Layout, ...] = ("per_rank", "embedded")
-# Rows that two ranks can't share evenly; a type of two bytes; a scalar.
+# An odd number of rows for two ranks; a dtype of two bytes; a scalar.
 _SHAPES: Mapping[str, tuple[tuple[int, ...], str]] = {
     "embed.weight": ((5, 6), "float32"),
     "up.weight": ((4, 6), "bfloat16"),
@@ -55,7 +55,7 @@ def _values(name: str, shape: tuple[int, ...], kind: str, step: int, variant: in
 
 
 def training_state(step: int, rank: int, variant: int = 0) -> dict[str, Any]:
-    """What a trainer hands over for one rank; random streams are small stand-ins that differ by rank."""
+    """The training state of one rank; its random streams are small placeholders that differ by rank."""
     return {
         "epoch": 1 + variant,
         "lr_scheduler": [{"last_epoch": step, "_last_lr": [0.1 / (step + 1)]}],
@@ -65,7 +65,7 @@ def training_state(step: int, rank: int, variant: int = 0) -> dict[str, Any]:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The payload's ``model`` and ``optimizer`` from flat names; learning rates stand beside the tensors, as no tensor."""
+    """The payload's ``model`` and ``optimizer`` from flat names; learning rates are plain values next to the tensors."""
     state: dict[str, Any] = {"model": {}, "optimizer": {"0": {"state": {}, "lr": 0.0}}}
     for name, value in flat.items():
         bucket, _, rest = name.partition(".")
@@ -80,7 +80,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The opposite of :func:`nested`."""
+    """The inverse of :func:`nested`."""
     found = {f"model.{name}": value for name, value in state["model"].items()}
     part = state["optimizer"]["0"]
     for parameter, entries in part["state"].items():
@@ -89,7 +89,7 @@ def flat(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expected(step: int, variant: int = 0) -> dict[str, Any]:
-    """What a load of that save must fill in, by flat name."""
+    """The expected values of a load of that save, by flat name."""
     return {**tensors(step, variant), "optimizer.0.lr": _learning_rate(step, variant)}
 
 
@@ -116,7 +116,7 @@ def payload(step: int, variant: int = 0) -> dict[str, Any]:
 
 
 def destination() -> dict[str, Any]:
-    """Live state that no save holds: what a load is given to fill, in a single process."""
+    """Live state that equals no save, for a load in a single process to fill."""
     import torch
 
     whole = {name: torch.full_like(value, 7) for name, value in tensors(0).items()}
@@ -138,7 +138,7 @@ def sharded_destination() -> dict[str, Any]:
 
 
 def live_digest(state: Mapping[str, Any]) -> str:
-    """Of every byte of the live state and of the process's random streams (torch, Python, NumPy)."""
+    """A digest of every byte of the live state and of the process's random streams (torch, Python, NumPy)."""
     import numpy as np
     import torch
 
@@ -166,7 +166,7 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def difference(state: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The first name whose value is not the wanted one, bit for bit; "" when all are."""
+    """The first name whose value differs, bit for bit; "" if none does."""
     from torch.distributed.tensor import DTensor
 
     found = flat(state)
@@ -180,7 +180,7 @@ def difference(state: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 
 
 def local_difference(state: Mapping[str, Any], step: int, variant: int = 0) -> str:
-    """As :func:`difference`, of this rank's part only: no rank waits for another."""
+    """As :func:`difference`, for this rank's shards only: no rank waits for another."""
     wanted = flat(payload(step, variant))
     for name, value in sorted(flat(state).items()):
         if _bytes_of(value) != _bytes_of(wanted[name]):
@@ -189,7 +189,7 @@ def local_difference(state: Mapping[str, Any], step: int, variant: int = 0) -> s
 
 
 def training_state_difference(found: Mapping[str, Any], step: int, rank: int, variant: int = 0) -> str:
-    """The first part of the training state that is not as it was saved; "" when all are."""
+    """The first part of the training state that differs from the saved one; "" if none does."""
     for key, value in training_state(step, rank, variant).items():
         if found.get(key) != value:
             return f"extra_state.{key}"
@@ -199,14 +199,14 @@ def training_state_difference(found: Mapping[str, Any], step: int, rank: int, va
 def save(
     checkpointer: Any, root: Path, step: int, variant: int = 0, *, save_async: bool = False, name: str = ""
 ) -> None:
-    """Save one step; collective. ``name`` is its directory's, where that is not to be ``global_step_N``."""
+    """Save one step; collective. ``name`` is its directory's, if that is not ``global_step_N``."""
     path = str(root / (name or f"global_step_{step}"))
     checkpointer.save(path, payload(step, variant), global_step=step, save_async=save_async)
 
 
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """The library's warnings, as they come."""
+    """Collect the library's warnings."""
     messages: list[str] = []
 
     class WarningCollector(logging.Handler):

@@ -1,7 +1,7 @@
-"""The peer: stock ``torch.distributed.checkpoint``, saving the same tensors, judged by its own loader.
+"""Stock ``torch.distributed.checkpoint`` for comparison: it saves the same tensors, and its own loader judges them.
 
-Its only sign of completeness is ``.metadata``; its promise is given when ``save`` returns (``async_save``: when the future has
-its result). What it does is measured here in every run, nothing about it is expected.
+A directory counts as complete if ``.metadata`` exists; a save counts as durable when ``save`` returns (``async_save``: when the
+future has its result). Its results are measured in every run; nothing is expected of it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Stock:
         return (
             Scenario(name=FIRST, title="a new directory", before=(), program=first, current=NONE, tags=("1/0",)),
             Scenario(
-                name=NEXT, title="a new directory beside an earlier one", before=(first,), program=saving((2, 0)),
+                name=NEXT, title="a new directory after an earlier one", before=(first,), program=saving((2, 0)),
                 current="1/0", tags=("1/0", "2/0"),
             ),
             Scenario(

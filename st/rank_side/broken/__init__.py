@@ -1,1 +1,1 @@
-"""Tests that break their run in one way each, for :mod:`st.rank_side_selftest`; never collected by themselves."""
+"""Tests that break their run, each in one way, for :mod:`st.rank_side_selftest`; they are not collected by themselves."""

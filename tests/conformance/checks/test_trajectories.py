@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conformance.check import CHECKS, run_check
 
+from conformance.checks import CHECKS, run_check
 from tests.conformance.evidence_made import evidence, leg, status
 
 

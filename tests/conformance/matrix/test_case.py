@@ -58,7 +58,7 @@ def test_a_case_is_read_with_the_line_it_stands_on(tmp_path: Path) -> None:
         ("  why: a reason", "  why: a reason\n  given: {modle: tied}", "unknown key 'modle'; known: trainer"),
         ("  why: a reason", "  why: a reason\n  given: {model: tide}", "model: kind: expected one of tiny-dropout"),
         ("  why: a reason", "  why: a reason\n  given: {checkpoint: {save_step: 1}}", "unknown key 'save_step'"),
-        ("  why: a reason", "  why: a reason\n  why: again", "key 'why' stands twice"),
+        ("  why: a reason", "  why: a reason\n  why: again", "key 'why' is a duplicate"),
         ("    - {leg", "    - {fault: remove_fil, path: x}\n    - {leg", "did you mean remove_file?"),
         ("    - {leg", "    - {sleep: 3}\n    - {leg", "a step of the script has one of leg, fault, look"),
         ("until_step: 2}", "until_step: 2, fault: {kind: kill, after_step: 3}}", "its fault lies behind its last step"),

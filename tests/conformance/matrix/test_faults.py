@@ -62,12 +62,12 @@ def test_the_pointer_is_written_and_removed(disk: Disk) -> None:
 @pytest.mark.parametrize(
     ("kind", "parameters", "message"),
     [
-        ("remove_file", {"path": "global_step_9/.metadata"}, "is not there"),
-        ("remove_file", {"path": "global_step_4/*.pt"}, "is not there"),
-        ("remove_metadata", {"step": 6}, "is not there"),
+        ("remove_file", {"path": "global_step_9/.metadata"}, "does not exist"),
+        ("remove_file", {"path": "global_step_4/*.pt"}, "does not exist"),
+        ("remove_metadata", {"step": 6}, "does not exist"),
         ("truncate", {"path": "global_step_4/.metadata", "keep_bytes": 6}, "has only 6 bytes"),
         ("replace_file_from", {"path": "global_step_4/.metadata", "source": "global_step_4/.metadata"}, "same bytes"),
-        ("rename", {"path": "global_step_2", "to": "global_step_4"}, "is there already"),
+        ("rename", {"path": "global_step_2", "to": "global_step_4"}, "exists already"),
         ("write_file", {"path": "../../outside", "text": "x"}, "leads out of the case's disk folder"),
         ("remove_file", {"path": "../../../*"}, "leads out of the case's disk folder"),
         ("remove_model_key", {"step": 4, "key": "x"}, "must be carried out by the adapter"),

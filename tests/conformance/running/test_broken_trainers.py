@@ -61,11 +61,11 @@ def test_a_leg_that_dies_of_another_signal_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("defect", "reason"),
     [
-        ("says-nothing", "events_rank_0.jsonl: rank 0 told nothing at all"),
-        ("never-starts", "rank 0 never said that it started"),
+        ("says-nothing", "events_rank_0.jsonl: rank 0 recorded no event"),
+        ("never-starts", "rank 0 never reported that it started"),
         ("gives-up", "the stand-in gives up"),
         ("garbage-events", "events_rank_0.jsonl:1: no event"),
-        ("adapter-raises", "the adapter can't read what the trainer left: ValueError: no such format"),
+        ("adapter-raises", "the adapter can't read the trainer's output: ValueError: no such format"),
     ],
 )
 def test_a_leg_that_is_no_evidence_is_an_error(tmp_path: Path, defect: str, reason: str) -> None:
@@ -133,7 +133,7 @@ def test_a_disk_fault_that_finds_nothing_is_an_error(tmp_path: Path) -> None:
     script = [{"leg": "saving", "until_step": 6}, {"fault": "remove_metadata", "step": 10}]
     expect = [{"check": "saved_steps", "leg": "saving", "steps": [5]}]
     result = result_of(tmp_path, "", case_of(script=script, expect=expect))
-    assert result.reason == "the fault remove_metadata did not fire: global_step_10/.metadata is not there"
+    assert result.reason == "the fault remove_metadata did not fire: global_step_10/.metadata does not exist"
 
 
 def test_a_sabotage_that_does_not_fire_is_an_error_and_never_caught(tmp_path: Path) -> None:
