@@ -63,7 +63,9 @@ def test_goals_of_the_planning_are_asked_at_1024_ranks_and_large_worlds_run_once
 def test_the_goals_of_a_load_are_nine_tenths_of_a_raw_read_and_one_payload_of_memory(tmp_path: Path) -> None:
     (point,) = registry.find("load").points(TINY)
     scenario = registry.find("load").build(point, Context(options=TINY, folder=tmp_path))
-    goals = {(figure.above, figure.below, figure.relation, figure.bound) for figure in scenario.figures if figure.relation}
+    goals = {
+        (figure.above, figure.below, figure.relation, figure.bound) for figure in scenario.figures if figure.relation
+    }
     assert goals == {
         (("raw readinto",), "hyper_resume load", "at least", 0.9),
         (("hyper_resume load",), PAYLOAD, "at most", 1.05),
@@ -77,7 +79,9 @@ def test_who_would_keep_a_copy_that_memory_has_no_room_for_is_left_out() -> None
     found, absent, close = async_peers.async_peers(4 * GB, 17 * GB)
     close()
     assert [peer.name for peer in found] == [async_peers.STOCK, async_peers.STOCK_CACHED]
-    assert absent == {async_peers.CHECKPOINTING: "its copy would be number 5 of 4 GB each, and 17.0 GB of memory are free"}
+    assert absent == {
+        async_peers.CHECKPOINTING: "its copy would be number 5 of 4 GB each, and 17.0 GB of memory are free"
+    }
     found, absent, close = async_peers.async_peers(4 * GB, 16 * GB)
     close()
     assert set(absent) == {async_peers.STOCK_CACHED, async_peers.CHECKPOINTING}
