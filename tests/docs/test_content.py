@@ -1,4 +1,4 @@
-"""The pages are complete: the code's words in the glossary, every error in the troubleshooting page, every id in the acceptor's."""
+"""The pages are complete: words of the code in the glossary, errors in the troubleshooting page, ids in the acceptor's page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from tests.docs import markdown
 from tests.docs.markdown import DOCS, ROOT, blocks
 
 # Chapter 8.2 of the specification.
-SPECIFIED = [f"{letter}{number}" for letter, most in {"A": 10, "B": 7, "C": 11, "D": 5}.items() for number in range(1, most + 1)]
+SPECIFIED = [
+    f"{letter}{number}" for letter, most in {"A": 10, "B": 7, "C": 11, "D": 5}.items() for number in range(1, most + 1)
+]
 CASE_ID = re.compile(r"\b[A-Z]\d+(?:\.[a-z][a-z0-9-]*)?\b")
 
 
@@ -109,4 +111,3 @@ def _generate() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-

@@ -62,7 +62,9 @@ def test_every_module_and_field_in_code_font_is_there(page: Path) -> None:
         name = re.split(r"[(=:]", word)[0].removeprefix("--")
         if _MODULES.fullmatch(name) and not _PATH.fullmatch(name) and not _imports(name):
             missing.append(f"line {number}: {word}: no such module or attribute")
-        elif _FIELD.fullmatch(name) and "(" not in word and name.partition(".")[0] in _fields() and name not in _fields():
+        elif (
+            _FIELD.fullmatch(name) and "(" not in word and name.partition(".")[0] in _fields() and name not in _fields()
+        ):
             missing.append(f"line {number}: {word}: no such configuration field")
     assert not missing, "\n".join(missing)
 
