@@ -28,7 +28,9 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 
 # A page may link to another site. What a browser fetches by itself when it opens a page must be part of the site.
-_FETCHED = re.compile(r"<(?:script|img|iframe|link|source)\b[^>]*?\b(?:src|href)=[\"'](?:https?:)?//[^\"']*", re.IGNORECASE)
+_FETCHED = re.compile(
+    r"<(?:script|img|iframe|link|source)\b[^>]*?\b(?:src|href)=[\"'](?:https?:)?//[^\"']*", re.IGNORECASE
+)
 
 
 def _refuse_fetches(app: Sphinx, exception: Exception | None) -> None:

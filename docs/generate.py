@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
-import inspect
 import re
 import sys
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
 
-from hyper_resume.config import RunConfig
+from hyper_resume.config.reference import reference_markdown
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -44,48 +41,17 @@ def pages() -> Mapping[Path, tuple[str, str]]:
     found = {}
     for page in sorted(DOCS.glob("*.md")):
         text = page.read_text(encoding="utf-8")
-        wanted = _PART.sub(lambda part: f"{part[1]}\n{PARTS[part['name']]()}\n{part[3]}", text)
+        wanted = _PART.sub(lambda part: f"{part[1]}\n{PARTS[part['name']]().rstrip()}\n\n{part[3]}", text)
         if _PART.search(text):
             found[page] = (text, wanted)
     return found
 
 
-def configuration() -> str:
-    """Every block of the configuration: what its docstring says, and a table of its fields."""
-    return "\n".join(_blocks(RunConfig, ""))
-
-
-def _blocks(kind: type[Any], path: str) -> Iterator[str]:
-    hints = get_type_hints(kind)
-    blocks = [field for field in dataclasses.fields(kind) if dataclasses.is_dataclass(hints[field.name])]
-    if path:
-        yield f"## {path}\n\n{_markdown(inspect.getdoc(kind) or '')}\n"
-        yield "| field | type | default |\n|---|---|---|"
-        annotations = inspect.get_annotations(kind)
-        for field in dataclasses.fields(kind):
-            if field not in blocks:
-                words = str(annotations[field.name]).replace("|", "\\|").replace('"', "")
-                yield f"| `{path}.{field.name}` | {words} | `{_default(field)}` |"
-        yield ""
-    for field in blocks:
-        yield from _blocks(hints[field.name], f"{path}.{field.name}".lstrip("."))
-
-
-def _default(field: dataclasses.Field[Any]) -> str:
-    value = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
-    words = {True: "true", False: "false", None: "null"}
-    if isinstance(value, bool) or value is None:
-        return words[value]
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
-
-
-def _markdown(docstring: str) -> str:
-    return re.sub(r"``(.+?)``", r"`\1`", docstring)
-
-
 def rooms() -> str:
-    """One drawing for each layer contract of pyproject.toml. A module may import what stands below it, never what stands above."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    """One drawing for each layer contract of pyproject.toml; a module may import what stands below it, never what is above."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
     drawings = []
     for contract in contracts:
         if contract["type"] != "layers":
@@ -120,7 +86,7 @@ def _summary(module: str) -> str:
     return docstring.partition("\n")[0].replace("``", "")
 
 
-PARTS: Mapping[str, Callable[[], str]] = {"configuration": configuration, "rooms": rooms}
+PARTS: Mapping[str, Callable[[], str]] = {"configuration": reference_markdown, "rooms": rooms}
 
 if __name__ == "__main__":
     sys.exit(main())

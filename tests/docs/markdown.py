@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 READMES = tuple(
     path
-    for path in (*sorted(ROOT.glob("*.md")), *(ROOT / room / "README.md" for room in ("conformance", "st", "benchmarks")))
+    for path in (
+        *sorted(ROOT.glob("*.md")),
+        *(ROOT / room / "README.md" for room in ("conformance", "st", "benchmarks")),
+    )
     if path.is_file()
 )
 PAGES = (*sorted(DOCS.glob("*.md")), *READMES)

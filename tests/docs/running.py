@@ -154,7 +154,9 @@ def _run_script(words: list[str]) -> tuple[str, str]:
         output.seek(0)
         printed = output.read()
     # A shell says so of a command that is killed.
-    return (printed + "Killed\n", "") if code == -signal.SIGKILL else (printed, "" if code == 0 else f"exit code {code}")
+    return (
+        (printed + "Killed\n", "") if code == -signal.SIGKILL else (printed, "" if code == 0 else f"exit code {code}")
+    )
 
 
 def _step(block: Block, what: str, expected: str | None, printed: str, error: str) -> Step:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -59,7 +60,9 @@ def test_python_blocks_run_and_print_what_is_shown(page: Path, steps: list[Step]
         for step in of_page
         if step.error or not step.is_as_shown
     ]
-    assert not wrong, "\n\n".join([*wrong, "(python -m tests.docs.running FILE --write puts what is printed into the pages)"])
+    assert not wrong, "\n\n".join(
+        [*wrong, "(python -m tests.docs.running FILE --write puts what is printed into the pages)"]
+    )
 
 
 # ---- yaml -----------------------------------------------------------------------------------------------------------
@@ -118,7 +121,7 @@ def _problem_of(words: list[str]) -> Iterator[str]:
 
 
 def _hyper_resume(arguments: list[str]) -> Iterator[str]:
-    yield from _parse(lambda: cli._parser().parse_known_args(arguments))
+    yield from _parse(lambda: cli._parser()[0].parse_known_args(arguments))
     if arguments[:1] == ["train"] and (ROOT / arguments[1]).is_file():
         load_config(ROOT / arguments[1], [word for word in arguments[2:] if "." in word.partition("=")[0]])
 
@@ -147,7 +150,7 @@ def _python(arguments: list[str]) -> Iterator[str]:
 def _parsed(module: str, words: list[str]) -> Any:
     """What the command's own parser makes of ``words``; every command builds its parser before it does anything."""
 
-    class Parsed(Exception):  # noqa: N818  # no error
+    class Parsed(Exception):
         pass
 
     def stop(parser: argparse.ArgumentParser, words: Any = None, namespace: Any = None) -> Any:
@@ -180,7 +183,7 @@ def _tox(arguments: list[str]) -> Iterator[str]:
 
 
 def _pytest(arguments: list[str]) -> Iterator[str]:
-    for option, word in zip(arguments, arguments[1:], strict=False):
+    for option, word in itertools.pairwise(arguments):
         if option in ("-m", "--require") and word not in _markers():
             yield f"{word}: there is no such marker or platform"
     if not (ROOT / arguments[0]).exists():
@@ -191,7 +194,9 @@ def _pytest(arguments: list[str]) -> Iterator[str]:
 def _markers() -> frozenset[str]:
     """The platforms, and the classes of cases and scenarios."""
     folders = (ROOT / "conformance" / "cases", ROOT / "st" / "scenarios")
-    letters = {found for folder in folders for file in folder.glob("*.yaml") for found in _CLASS.findall(file.read_text())}
+    letters = {
+        found for folder in folders for file in folder.glob("*.yaml") for found in _CLASS.findall(file.read_text())
+    }
     return frozenset({f"class_{letter.lower()}" for letter in letters} | {platform.id for platform in load_platforms()})
 
 
