@@ -46,6 +46,12 @@ _PRELOAD = [
     "peft",
     "numpy",
     "pytest",
+    # What nearly every rank imports by itself, some tenths of a second each time.
+    "hyper_resume.cli",
+    "hyper_resume.models",
+    "hyper_resume.optim",
+    "hyper_resume.parallel",
+    "hyper_resume.trainer.text_trainer",
     "tests.ranks",
 ]
 _context = multiprocessing.get_context("forkserver")

@@ -6,6 +6,7 @@ Counted is what 8 steps more of one and the same training add, divided by 8: wha
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 import sys
@@ -150,6 +151,13 @@ def _operations(loop: Loop, steps: int) -> Counter[str]:
     return operations.counts
 
 
+@functools.cache
+def _part(file: str) -> str | None:
+    """The part of the library that a source file belongs to."""
+    path = Path(file)
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py") if path.is_relative_to(PACKAGE) else None
+
+
 def _calls(loop: Loop, steps: int) -> Counter[tuple[str, ...]]:
     """Every Python function and every builtin that is entered: by part of the library, by file, or by kind."""
     counts: Counter[tuple[str, ...]] = Counter()
@@ -157,9 +165,8 @@ def _calls(loop: Loop, steps: int) -> Counter[tuple[str, ...]]:
     def note(frame: FrameType, event: str, value: Any) -> None:
         if event == "call":
             counts["python",] += 1
-            file = Path(frame.f_code.co_filename)
-            if file.is_relative_to(PACKAGE):
-                part = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+            part = _part(frame.f_code.co_filename)
+            if part is not None:
                 counts["library", part] += 1
                 counts["function", f"{part}: {frame.f_code.co_qualname}"] += 1
         elif event == "c_call":
@@ -185,8 +192,9 @@ def _calls(loop: Loop, steps: int) -> Counter[tuple[str, ...]]:
     return counts
 
 
+@functools.cache
 def a_step(count: Callable[[Loop, int], Counter[Any]], loop: Loop) -> dict[Any, float]:
-    """What a step adds to each count."""
+    """What a step adds to each count. Counted once for all tests: two equal counts in a row show that it repeats."""
     few, again = Counter[Any](), count(loop, STEPS)
     for _ in range(5):
         few, again = again, count(loop, STEPS)
