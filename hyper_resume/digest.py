@@ -142,11 +142,11 @@ def entry_digest(value: Any, data: bytes | None = None) -> bytes:
     if not isinstance(value, torch.Tensor):
         return _state_digest(value)
     data = data or data_digest(tensor_bytes(value))
-    return xxhash.xxh3_128_digest(_kind(value.dtype, value.shape) + data)
+    return xxhash.xxh3_128_digest(_tensor_header(value.dtype, value.shape) + data)
 
 
 @lru_cache(maxsize=65536)
-def _kind(dtype: torch.dtype, shape: torch.Size) -> bytes:
+def _tensor_header(dtype: torch.dtype, shape: torch.Size) -> bytes:
     return f"tensor {dtype} {tuple(shape)} ".encode()
 
 

@@ -161,22 +161,27 @@ class DistributedCheckpointer(CheckpointerBase):
         prepare = partial(
             rank_contribution.prepare, save, payload, training_state, how, self._stager, per_rank=per_rank
         )
-        part = collective.on_all_ranks(prepare, group)
-        own = part.files, part.buckets, part.names, self._plans.has_layout(part.layout)
-        of_ranks = collective.all_gather(own, group)
-        self.last_bucket_digests = part.buckets
+        contribution = collective.on_all_ranks(prepare, group)
+        summary = (
+            contribution.files,
+            contribution.buckets,
+            contribution.names,
+            self._plans.has_layout(contribution.layout),
+        )
+        all_ranks = collective.all_gather(summary, group)
+        self.last_bucket_digests = contribution.buckets
         draft = draft_manifest(
             save,
             world_size=collective.world_size(),
             mesh=mesh,
-            files={name: entry for found, _, _, _ in of_ranks for name, entry in found.items()},
-            buckets={str(index): found for index, (_, found, _, _) in enumerate(of_ranks)},
-            names={str(index): found for index, (_, _, found, _) in enumerate(of_ranks)},
+            files={name: entry for found, _, _, _ in all_ranks for name, entry in found.items()},
+            buckets={str(index): found for index, (_, found, _, _) in enumerate(all_ranks)},
+            names={str(index): found for index, (_, _, found, _) in enumerate(all_ranks)},
             metrics=metrics,
         )
-        planner = CachingPlanner(self._plans, part.layout, reuse=all(known for _, _, _, known in of_ranks))
-        writer = ShardWriter(save.staging, draft, self._plans, part.digest_written if how == "sync" else None)
-        return part.written, writer, planner
+        planner = CachingPlanner(self._plans, contribution.layout, reuse=all(known for _, _, _, known in all_ranks))
+        writer = ShardWriter(save.staging, draft, self._plans, contribution.digest_written if how == "sync" else None)
+        return contribution.written, writer, planner
 
     def _in_process(self) -> bool:
         if self._async_mode == "process" and not collective.is_distributed():
@@ -184,8 +189,8 @@ class DistributedCheckpointer(CheckpointerBase):
         return self._async_mode == "process" and collective.is_distributed()
 
     def _write(self, payload: dict[str, Any], writer: ShardWriter, planner: CachingPlanner, target: Path) -> None:
-        how = self._distribution()
-        self._dcp(lambda: dcp_save(payload, storage_writer=writer, planner=planner, **how), target)
+        options = self._dcp_options()
+        self._run_dcp(lambda: dcp_save(payload, storage_writer=writer, planner=planner, **options), target)
 
     def _start_background(
         self, payload: dict[str, Any], writer: ShardWriter, planner: CachingPlanner, save: SaveInProgress, how: SaveMode
@@ -200,7 +205,7 @@ class DistributedCheckpointer(CheckpointerBase):
                     self._write(payload, writer, planner, target)
                 else:
                     # If the save process of one rank dies, those of the other ranks may still succeed. All must fail then.
-                    collective.on_all_ranks(lambda: self._dcp(upload.result, target), group)
+                    collective.on_all_ranks(lambda: self._run_dcp(upload.result, target), group)
                 self._publish(save)
             except Exception as error:  # noqa: BLE001  raised again, at the next save or wait
                 if upload is not None:
@@ -213,18 +218,18 @@ class DistributedCheckpointer(CheckpointerBase):
         kind = AsyncCheckpointerType.PROCESS
         # The plan cache can't be pickled; it stays in this process.
         bare = writer.without_cache()
-        response = self._dcp(
-            lambda: dcp_async_save(payload, storage_writer=bare, async_checkpointer_type=kind, **self._distribution()),
+        response = self._run_dcp(
+            lambda: dcp_async_save(payload, storage_writer=bare, async_checkpointer_type=kind, **self._dcp_options()),
             target,
         )
         return response.upload_completion if isinstance(response, AsyncSaveResponse) else response
 
     def _publish(self, save: SaveInProgress) -> None:
         group, root = self._group(), self._root
-        aside = publication.commit(save, group)
+        replaced = publication.commit(save, group)
         root.note_durable(save)
         publication.move_pointer_and_report(save, group)
-        publication.delete_outdated(save, aside, root.retention, root.protected, group)
+        publication.delete_outdated(save, replaced, root.retention, root.protected, group)
         root.note_ended(save)
 
     def _fail(self, error: Exception, save: SaveInProgress | None, target: Path) -> NoReturn:
@@ -285,7 +290,7 @@ class DistributedCheckpointer(CheckpointerBase):
         manifest, metadata, verified_files = self._verified.verify(directory, group, training_state=with_training_state)
         self._verified.forget()
         save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata, manifest), group)
-        incoming = collective.on_all_ranks(
+        load_buffers = collective.on_all_ranks(
             lambda: buffers.prepare_buffers(state, metadata, path, strict_model=strict_model), group
         )
         training_state: dict[str, Any] = {}
@@ -296,32 +301,32 @@ class DistributedCheckpointer(CheckpointerBase):
             collective.on_all_ranks(lambda: extra.refuse_missing_parts(path, lacking), group)
         self._accept(
             path,
-            incoming,
-            lambda: load_entries(incoming.wanted, directory, metadata, verified_files),
+            load_buffers,
+            lambda: load_entries(load_buffers.wanted, directory, metadata, verified_files),
             training_state,
             manifest,
         )
-        collective.on_all_ranks(incoming.write_to_live_state, group)
+        collective.on_all_ranks(load_buffers.write_to_live_state, group)
         return training_state
 
     def _accept(
         self,
         path: str,
-        incoming: buffers.LoadBuffers,
+        load_buffers: buffers.LoadBuffers,
         read: Callable[[], ReadResult],
         training_state: dict[str, Any],
         manifest: Manifest | None,
     ) -> None:
         """Read the entries, and raise on every rank if they differ from what was saved, or if ``check_loaded`` refuses them."""
         group = self._group()
-        saved = bucket_digests.saved_digests(manifest, find_mesh(incoming.state))
+        saved = bucket_digests.saved_digests(manifest, find_mesh(load_buffers.state))
 
         def check() -> dict[str, str]:
-            incoming.store(read())
-            found = {**incoming.digests(saved), **extra.bucket_digests(training_state)}
-            bucket_digests.compare_digests(saved, found, incoming.incomparable_buckets(manifest), path)
+            load_buffers.store(read())
+            found = {**load_buffers.digests(saved), **extra.bucket_digests(training_state)}
+            bucket_digests.compare_digests(saved, found, load_buffers.incomparable_buckets(manifest), path)
             if self.check_loaded is not None:
-                self.check_loaded(incoming.nested_state(), training_state)
+                self.check_loaded(load_buffers.nested_state(), training_state)
             return found
 
         loaded = collective.on_all_ranks(check, group)
@@ -331,7 +336,7 @@ class DistributedCheckpointer(CheckpointerBase):
             verified="no manifest" if manifest is None else self._verify,
             saved=saved,
             loaded=loaded,
-            unread=buffers.unread_on_all_ranks(collective.all_gather(incoming.unread, group)),
+            unread=buffers.unread_on_all_ranks(collective.all_gather(load_buffers.unread, group)),
         )
 
     def _read_extra_state(self, directory: Path, metadata: Metadata, manifest: Manifest | None) -> dict[str, Any]:
@@ -390,10 +395,10 @@ class DistributedCheckpointer(CheckpointerBase):
             self._own_group = collective.new_cpu_group()
         return self._own_group
 
-    def _distribution(self) -> dict[str, Any]:
+    def _dcp_options(self) -> dict[str, Any]:
         return {"process_group": self._group(), "no_dist": not collective.is_distributed()}
 
-    def _dcp(self, action: Callable[[], T], target: Path) -> T:
+    def _run_dcp(self, action: Callable[[], T], target: Path) -> T:
         """Run a save of DCP and convert its exception, which derives from BaseException, to this library's error."""
         try:
             return action()

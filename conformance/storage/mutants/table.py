@@ -135,29 +135,30 @@ _ORDER = (
     _entry(
         "old-copy-removed-unsynced", "the earlier copy is deleted before the exchange is durable", "format.layout:commit",
         "    try:\n        disk.sync_directory(target.parent)\n",
-        "    if aside is not None:\n        remove(aside)\n    try:\n        disk.sync_directory(target.parent)\n",
+        "    if replaced is not None:\n        remove(replaced)\n    try:\n        disk.sync_directory(target.parent)\n",
         "crash/resave",
     ),
     _entry(
         "not-taken-back", "a commit whose last sync fails stays published", "format.layout:commit",
-        "        _undo_commit(staging, target, aside)\n", "        pass\n", "errors/next save/sync_directory",
+        "        _undo_commit(staging, target, replaced)\n", "        pass\n", "errors/next save/sync_directory",
     ),
     _entry(
         "deleted-in-place", "retention deletes under the final name", "history.retention:prune",
-        "operations.current().rename(one.path, aside)", "operations.remove_tree(one.path)", "errors/next save/remove",
+        "operations.current().rename(candidate.path, trashed)", "operations.remove_tree(candidate.path)",
+        "errors/next save/remove",
     ),
     _entry(
         "retention-before-pointer", "retention runs before the pointer has moved",
         "dcp:DistributedCheckpointer._publish", "        publication.move_pointer_and_report(save, group)\n"
-        "        publication.delete_outdated(save, aside, root.retention, root.protected, group)\n",
-        "        publication.delete_outdated(save, aside, root.retention, root.protected, group)\n"
+        "        publication.delete_outdated(save, replaced, root.retention, root.protected, group)\n",
+        "        publication.delete_outdated(save, replaced, root.retention, root.protected, group)\n"
         "        publication.move_pointer_and_report(save, group)\n",
         "crash/retention",
         explanation="the new step is durable by then, and retention deletes neither it nor what the pointer names",
     ),
     _entry(
         "retention-takes-all", "retention keeps nothing but the new save", "history.retention:find_outdated",
-        "kept |= {one.path.absolute() for one in whole[-max(1, retention.keep_last or 0) :]}", "pass",
+        "kept |= {candidate.path.absolute() for candidate in complete[-max(1, retention.keep_last or 0) :]}", "pass",
         "errors/next save",
     ),
     _entry(
@@ -271,7 +272,7 @@ _ERRORS = (
     ),
     _entry(
         "lineage-ignored", "LATEST goes to the highest ordinal, abandoned or not", "history.lineage:_why_not_in_lineage",
-        "    if one.manifest is None or one is head:\n", "    if True:\n", "lineage/going back",
+        "    if candidate.manifest is None or candidate is head:\n", "    if True:\n", "lineage/going back",
     ),
     _entry(
         "layout-not-compared", "a plan is used again whatever is saved", "saving.plan_cache:PlanCache.has_layout",

@@ -72,7 +72,7 @@ def _compare_entries(one: _Side, other: _Side) -> Iterator[Difference]:
     ours, theirs = (_payload_entries(side) for side in (one, other))
     same: list[str] = []
     for name in sorted(set(ours) | set(theirs)):
-        found = _kind(ours.get(name)), _kind(theirs.get(name))
+        found = _entry_type(ours.get(name)), _entry_type(theirs.get(name))
         if found[0] != found[1]:
             yield _difference(name, None, "", *found)
         else:
@@ -88,7 +88,7 @@ def _payload_entries(side: _Side) -> dict[str, Any]:
     return {name: entry for name, entry in side.metadata.state_dict_metadata.items() if not name.startswith(left_out)}
 
 
-def _kind(entry: Any) -> str:
+def _entry_type(entry: Any) -> str:
     if entry is None:
         return "absent"
     if isinstance(entry, TensorStorageMetadata):

@@ -165,16 +165,18 @@ def _local(name: bytes, checksum: int, size: int, *, is_wide: bool = False, padd
     extra = _wide_field(size, size) if is_wide else b""
     if padding is not None:
         extra += struct.pack("<2H", _PADDING_FIELD, padding) + b"Z" * padding
-    told = _WIDE if is_wide else size
+    recorded = _WIDE if is_wide else size
     whole = _FOLDER + name
     return (
-        _LOCAL.pack(b"PK\x03\x04", _VERSION, 0, 0, 0, 0, checksum, told, told, len(whole), len(extra)) + whole + extra
+        _LOCAL.pack(b"PK\x03\x04", _VERSION, 0, 0, 0, 0, checksum, recorded, recorded, len(whole), len(extra))
+        + whole
+        + extra
     )
 
 
 def _central(name: bytes, checksum: int, size: int, begin: int, *, is_wide: bool) -> bytes:
     extra = _wide_field(size, size) if is_wide else b""
-    told = _WIDE if is_wide else size
+    recorded = _WIDE if is_wide else size
     whole = _FOLDER + name
     head = (
         b"PK\x01\x02",
@@ -185,8 +187,8 @@ def _central(name: bytes, checksum: int, size: int, begin: int, *, is_wide: bool
         0,
         0,
         checksum,
-        told,
-        told,
+        recorded,
+        recorded,
         len(whole),
         len(extra),
         0,

@@ -147,7 +147,7 @@ class _Reader:
         least = self._least.get((dtype, size))
         if least is None:
             if not is_valid_size(size, properties.dtype):
-                raise JsonFormatError(f"entry {shorten(name)}: no tensor has so many elements")
+                raise JsonFormatError(f"entry {shorten(name)}: too many elements for a tensor")
             least = self._least[dtype, size] = math.prod(size) * properties.dtype.itemsize
         parts: list[ChunkStorageMetadata] = []
         for offsets, sizes, *place in chunks:
@@ -160,7 +160,7 @@ class _Reader:
                 raise JsonFormatError(f"entry {shorten(name)}: {complaint}")
             index = MetadataIndex(name, part.offsets)
             if index in self.places:
-                raise JsonFormatError(f"entry {shorten(name)}: two chunks at one place")
+                raise JsonFormatError(f"entry {shorten(name)}: two chunks at the same offsets")
             self._add_place(index, place, least if is_whole else math.prod(part.sizes) * properties.dtype.itemsize)
         complaint = "" if len(parts) == 1 and is_whole else cover_complaint(size, parts)
         if complaint:
@@ -195,8 +195,8 @@ class _Reader:
 
 def _size(numbers: Any) -> torch.Size:
     if type(numbers) is not list or len(numbers) > _MAX_DIMENSIONS:
-        raise JsonFormatError(f"no shape: {shorten(numbers)}")
+        raise JsonFormatError(f"not a shape: {shorten(numbers)}")
     for number in numbers:
         if type(number) is not int or not 0 <= number <= _MAX_SIZE:
-            raise JsonFormatError(f"no shape: {shorten(numbers)}")
+            raise JsonFormatError(f"not a shape: {shorten(numbers)}")
     return torch.Size(numbers)

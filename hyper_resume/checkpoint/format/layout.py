@@ -188,29 +188,29 @@ def commit(staging: Path, target: Path) -> Path | None:
     disk = operations.current()
     for directory in (*sorted(entry for entry in staging.rglob("*") if entry.is_dir()), staging):
         disk.sync_directory(directory)
-    aside: Path | None = None
+    replaced: Path | None = None
     if not (target.exists() or target.is_symlink()):
         disk.rename(staging, target)
     elif disk.exchange(staging, target):
-        aside = staging
+        replaced = staging
     else:
-        aside = staging.with_name(f"{staging.name}{_REPLACED_SUFFIX}")
-        disk.rename(target, aside)
+        replaced = staging.with_name(f"{staging.name}{_REPLACED_SUFFIX}")
+        disk.rename(target, replaced)
         try:
             disk.rename(staging, target)
         except OSError:
-            disk.rename(aside, target)
+            disk.rename(replaced, target)
             raise
     try:
         disk.sync_directory(target.parent)
     except OSError as error:
         try:
-            _undo_commit(staging, target, aside)
+            _undo_commit(staging, target, replaced)
         except OSError:
             raise _unknown_durability_error(target, error) from error
         raise
     _in_progress.discard(staging.absolute())
-    return aside
+    return replaced
 
 
 def _unknown_durability_error(target: Path, error: OSError) -> CheckpointSaveError:
@@ -224,14 +224,14 @@ def _unknown_durability_error(target: Path, error: OSError) -> CheckpointSaveErr
     )
 
 
-def _undo_commit(staging: Path, target: Path, aside: Path | None) -> None:
+def _undo_commit(staging: Path, target: Path, replaced: Path | None) -> None:
     disk = operations.current()
-    if aside == staging:
+    if replaced == staging:
         disk.exchange(staging, target)
         return
     disk.rename(target, staging)
-    if aside is not None:
-        disk.rename(aside, target)
+    if replaced is not None:
+        disk.rename(replaced, target)
 
 
 def write_pointer(checkpoint_dir: Path, global_step: int) -> None:

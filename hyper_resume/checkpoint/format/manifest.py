@@ -214,7 +214,7 @@ def _file_entry(name: str, form: JsonObject) -> FileEntry:
 
 def _bucket_digests(rank: str, form: JsonObject) -> dict[str, str]:
     if not _RANK.fullmatch(rank):
-        raise JsonFormatError(f"a rank that is no number: {rank[:80]!r}")
+        raise JsonFormatError(f"a rank that is not a number: {rank[:80]!r}")
     return {bucket: _digest(form, bucket) for bucket in form.value}
 
 

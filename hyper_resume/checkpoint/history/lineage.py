@@ -93,7 +93,7 @@ def resume_order(checkpoint_dir: Path) -> ResumeOrder:
     _refuse_file(checkpoint_dir)
     pointed, complaint = layout.read_pointer(checkpoint_dir)
     found = list_candidates(checkpoint_dir)
-    head = next((one for one in found if one.step == pointed), None)
+    head = next((candidate for candidate in found if candidate.step == pointed), None)
     if head is not None and not _manifest_is_of_metadata(head):
         # The manifest of another save says nothing about the ancestors of this one.
         found.remove(head)
@@ -104,35 +104,37 @@ def resume_order(checkpoint_dir: Path) -> ResumeOrder:
         complaint = f"pointer {pointer} names {name}, which {head.complaint if head else 'does not exist'}"
     if complaint:
         logger.warning("%s; scanning %s for the newest complete checkpoint instead", complaint, checkpoint_dir)
-    rest = sorted((one for one in found if one is not head), key=lambda one: one.order, reverse=True)
+    rest = sorted(
+        (candidate for candidate in found if candidate is not head), key=lambda candidate: candidate.order, reverse=True
+    )
     lineage: set[tuple[int, str]] | None = None
     directories: list[Path] = []
     complaints = [complaint] if complaint else []
-    for one in rest if head is None else [head, *rest]:
-        against = one.complaint or _why_not_in_lineage(one, lineage, pointed, head)
-        if lineage is None and one.manifest is not None and not _is_beyond_pointer(one, pointed, head):
-            lineage = set(one.manifest.ancestors)
-        if not against:
-            directories.append(one.path)
-        elif one is not head:
-            logger.warning("skipping %s: %s", one.path, against)
-            complaints.append(f"{one.path.name}: {against}")
+    for candidate in rest if head is None else [head, *rest]:
+        reason = candidate.complaint or _why_not_in_lineage(candidate, lineage, pointed, head)
+        if lineage is None and candidate.manifest is not None and not _is_beyond_pointer(candidate, pointed, head):
+            lineage = set(candidate.manifest.ancestors)
+        if not reason:
+            directories.append(candidate.path)
+        elif candidate is not head:
+            logger.warning("skipping %s: %s", candidate.path, reason)
+            complaints.append(f"{candidate.path.name}: {reason}")
     return ResumeOrder(
         directories=tuple(directories),
         complaints=tuple(complaints),
-        was_published=pointed is not None or bool(complaint) or any(one.was_committed for one in found),
+        was_published=pointed is not None or bool(complaint) or any(candidate.was_committed for candidate in found),
     )
 
 
-def _manifest_is_of_metadata(one: Candidate) -> bool:
+def _manifest_is_of_metadata(candidate: Candidate) -> bool:
     """False if the manifest belongs to another save of the same step than ``.metadata``, which contains its save id."""
-    if one.manifest is None:
+    if candidate.manifest is None:
         return True
     try:
-        content = operations.read_bytes(one.path / METADATA_NAME, safe_load.MAX_METADATA_BYTES)
+        content = operations.read_bytes(candidate.path / METADATA_NAME, safe_load.MAX_METADATA_BYTES)
     except OSError:
         return True
-    return one.manifest.attempt.encode() in content
+    return candidate.manifest.attempt.encode() in content
 
 
 def _refuse_file(checkpoint_dir: Path) -> None:
@@ -149,13 +151,13 @@ def _refuse_file(checkpoint_dir: Path) -> None:
 
 
 def _why_not_in_lineage(
-    one: Candidate, lineage: set[tuple[int, str]] | None, pointed: int | None, head: Candidate | None
+    candidate: Candidate, lineage: set[tuple[int, str]] | None, pointed: int | None, head: Candidate | None
 ) -> str:
-    if one.manifest is None or one is head:
+    if candidate.manifest is None or candidate is head:
         return ""
-    if lineage is not None and (one.manifest.step, one.manifest.attempt) not in lineage:
+    if lineage is not None and (candidate.manifest.step, candidate.manifest.attempt) not in lineage:
         return "the run that LATEST means does not continue it"
-    if _is_beyond_pointer(one, pointed, head):
+    if _is_beyond_pointer(candidate, pointed, head):
         return "it is a later step than the pointer names and may belong to an abandoned run"
     return ""
 
@@ -184,17 +186,19 @@ def refuse_if_published(checkpoint_dir: Path, order: ResumeOrder, complaints: li
         )
 
 
-def _is_beyond_pointer(one: Candidate, pointed: int | None, head: Candidate | None) -> bool:
+def _is_beyond_pointer(candidate: Candidate, pointed: int | None, head: Candidate | None) -> bool:
     """True for a later step than the pointer's that does not have the pointer's save among its ancestors."""
-    if one.manifest is None or one is head or pointed is None or one.step <= pointed:
+    if candidate.manifest is None or candidate is head or pointed is None or candidate.step <= pointed:
         return False
     attempt = head.manifest.attempt if head is not None and head.manifest is not None else None
-    return attempt is None or (pointed, attempt) not in one.manifest.ancestors
+    return attempt is None or (pointed, attempt) not in candidate.manifest.ancestors
 
 
 def next_ordinal(checkpoint_dir: Path) -> int:
     """Return an ordinal above all ordinals in this root."""
-    ordinals = [one.manifest.ordinal for one in list_candidates(checkpoint_dir) if one.manifest is not None]
+    ordinals = [
+        candidate.manifest.ordinal for candidate in list_candidates(checkpoint_dir) if candidate.manifest is not None
+    ]
     return max(ordinals, default=0) + 1
 
 
@@ -205,7 +209,7 @@ def ancestors_of_next_save(manifest: Manifest) -> Ancestors:
 
 def extend_ancestors(ancestors: Ancestors, step: int, attempt: str) -> Ancestors:
     """Return ``ancestors`` and one more, at most :data:`MAX_ANCESTORS`. A step that is saved again replaces its old entry."""
-    return (*(one for one in ancestors if one[0] < step), (step, attempt))[-MAX_ANCESTORS:]
+    return (*(candidate for candidate in ancestors if candidate[0] < step), (step, attempt))[-MAX_ANCESTORS:]
 
 
 def current_lineage(checkpoint_dir: Path) -> Ancestors:

@@ -48,30 +48,38 @@ def find_outdated(retention: Retention, checkpoint_dir: Path, protected: Collect
         return []
     found = lineage.list_candidates(checkpoint_dir)
     # Somebody who copies a step directory to another step's name wants to keep the copy.
-    whole = [one for one in found if one.manifest and not one.complaint and _has_own_name(one.path)]
-    whole.sort(key=lambda one: one.order)
+    complete = [
+        candidate
+        for candidate in found
+        if candidate.manifest and not candidate.complaint and _has_own_name(candidate.path)
+    ]
+    complete.sort(key=lambda candidate: candidate.order)
     pointed, _ = layout.read_pointer(checkpoint_dir)
     kept = {path.absolute() for path in protected}
-    kept |= {one.path.absolute() for one in whole[-max(1, retention.keep_last or 0) :]}
-    kept |= {one.path.absolute() for one in whole if retention.keep_every and one.step % retention.keep_every == 0}
-    kept |= {one.path.absolute() for one in _best(retention, whole)}
-    return [one for one in whole if one.path.absolute() not in kept and one.step != pointed]
+    kept |= {candidate.path.absolute() for candidate in complete[-max(1, retention.keep_last or 0) :]}
+    kept |= {
+        candidate.path.absolute()
+        for candidate in complete
+        if retention.keep_every and candidate.step % retention.keep_every == 0
+    }
+    kept |= {candidate.path.absolute() for candidate in _best(retention, complete)}
+    return [candidate for candidate in complete if candidate.path.absolute() not in kept and candidate.step != pointed]
 
 
 def _has_own_name(path: Path) -> bool:
     return not path.is_symlink() and layout.final_path_of(path) == path
 
 
-def _best(retention: Retention, whole: list[Candidate]) -> list[Candidate]:
+def _best(retention: Retention, complete: list[Candidate]) -> list[Candidate]:
     sign = 1 if retention.best_mode == "min" else -1
     ranked = []
-    for one in whole:
-        assert one.manifest is not None
-        value = one.manifest.metrics.get(retention.best_metric, math.nan)
+    for candidate in complete:
+        assert candidate.manifest is not None
+        value = candidate.manifest.metrics.get(retention.best_metric, math.nan)
         if not math.isnan(value):
             # Of two equal values the newer save is kept.
-            ranked.append((sign * value, -one.manifest.ordinal, one))
-    return [one for _, _, one in sorted(ranked, key=lambda item: item[:2])[: retention.keep_best]]
+            ranked.append((sign * value, -candidate.manifest.ordinal, candidate))
+    return [candidate for _, _, candidate in sorted(ranked, key=lambda item: item[:2])[: retention.keep_best]]
 
 
 def prune(checkpoint_dir: Path, outdated: Collection[Candidate]) -> list[Path]:
@@ -85,16 +93,16 @@ def prune(checkpoint_dir: Path, outdated: Collection[Candidate]) -> list[Path]:
     trash = checkpoint_dir / layout.TRASH_NAME
     operations.make_directories(trash)
     moved = []
-    for one in outdated:
-        assert one.manifest is not None
-        aside = trash / one.manifest.attempt
-        layout.remove(aside)
-        operations.current().rename(one.path, aside)
-        moved.append(aside)
+    for candidate in outdated:
+        assert candidate.manifest is not None
+        trashed = trash / candidate.manifest.attempt
+        layout.remove(trashed)
+        operations.current().rename(candidate.path, trashed)
+        moved.append(trashed)
     # Before the first file is deleted: a power cut must not leave a step directory with only some of its files.
     operations.current().sync_directory(checkpoint_dir)
-    for aside in moved:
-        layout.remove(aside)
-        if aside.is_dir():
-            logger.warning("%s could not be deleted; the next run tries again", aside)
-    return [one.path for one in outdated]
+    for trashed in moved:
+        layout.remove(trashed)
+        if trashed.is_dir():
+            logger.warning("%s could not be deleted; the next run tries again", trashed)
+    return [candidate.path for candidate in outdated]

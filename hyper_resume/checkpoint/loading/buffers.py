@@ -110,11 +110,11 @@ def prepare_buffers(state: dict[str, Any], metadata: Metadata, path: str, *, str
     Raises:
         CheckpointMismatchError: a missing model key, or an entry with another shape or dtype.
     """
-    incoming = LoadBuffers(state, metadata)
-    model = incoming.entries_of_bucket(MODEL_BUCKET)
+    buffers = LoadBuffers(state, metadata)
+    model = buffers.entries_of_bucket(MODEL_BUCKET)
     check_model_entries(model, metadata, strict=strict_model, where=path)
-    incoming.check_forms(metadata, path, checked=model)
-    return incoming
+    buffers.check_forms(metadata, path, checked=model)
+    return buffers
 
 
 def unread_on_all_ranks(of_ranks: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ _HEAD_BYTES = 1 << 20
 
 def verify(
     directory: Path,
-    how: Literal["digest", "size"],
+    method: Literal["digest", "size"],
     group: dist.ProcessGroup | None,
     *,
     parts: Collection[Part] = ("weights", "training state"),
@@ -51,7 +51,7 @@ def verify(
 
     Args:
         directory: the step directory.
-        how: compare sizes only, or digests too.
+        method: compare sizes only, or digests too.
         group: the process group of all ranks.
         parts: which files to verify: those of the training state, all others, or both.
         verified_files: filled with file name -> verified file, for this rank's files.
@@ -72,7 +72,7 @@ def verify(
         for name, entry in sorted(manifest.files.items())
         if entry.rank % world_size == rank and _part_of(name) in parts
     ]
-    check = partial(_verify_one, directory, manifest, verified_files, digests=how == "digest")
+    check = partial(_verify_one, directory, manifest, verified_files, digests=method == "digest")
     found = collective.on_all_ranks(lambda: [complaint for name in own if (complaint := check(name))], group)
     complaints = [complaint for of_rank in collective.all_gather(found, group) for complaint in of_rank]
     complaints = [*step_name_mismatch(directory, manifest), *complaints]

@@ -19,7 +19,7 @@ Verified = tuple[Manifest | None, Metadata, Mapping[str, VerifiedFile]]
 
 
 @dataclass
-class _Known:
+class _VerifiedDirectory:
     directory: Path
     manifest: Manifest | None = None
     metadata: Metadata | None = None
@@ -30,10 +30,10 @@ class _Known:
 class LastVerified:
     """Verifies step directories and remembers the last result. Call :meth:`forget` before the directory may change."""
 
-    def __init__(self, how: Literal["digest", "size"]) -> None:
-        """Remember nothing yet; ``how`` says whether digests are compared, or sizes only."""
-        self._how: Literal["digest", "size"] = how
-        self._last: _Known | None = None
+    def __init__(self, method: Literal["digest", "size"]) -> None:
+        """Remember nothing yet; ``method`` says whether digests are compared, or sizes only."""
+        self._method: Literal["digest", "size"] = method
+        self._last: _VerifiedDirectory | None = None
 
     def verify(self, directory: Path, group: dist.ProcessGroup | None, *, training_state: bool) -> Verified:
         """Verify the parts of a directory that the last call did not verify; every rank calls it.
@@ -53,11 +53,11 @@ class LastVerified:
         parts: set[file_verification.Part] = {"weights", "training state"} if training_state else {"weights"}
         known = self._last
         if known is None or known.directory != directory.absolute():
-            known = _Known(directory=directory.absolute())
+            known = _VerifiedDirectory(directory=directory.absolute())
         if not parts <= known.parts:
             left = parts - known.parts
             known.manifest = file_verification.verify(
-                directory, self._how, group, parts=left, verified_files=known.verified_files
+                directory, self._method, group, parts=left, verified_files=known.verified_files
             )
             known.parts |= parts
         if known.metadata is None:

@@ -41,14 +41,14 @@ def check_structure(metadata: Any) -> None:
         PickleRefused: they are not; the message names the entry.
     """
     if type(metadata) is not Metadata or not has_required_fields(metadata) or metadata.storage_data is None:
-        raise PickleRefused("no Metadata with its entries and their places")
+        raise PickleRefused("not a Metadata with its entries and their locations")
     _check_side_parts(metadata)
     places: dict[Any, Any] = metadata.storage_data
     _check_places(places)
     described: set[MetadataIndex] = set()
     for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str:
-            raise PickleRefused("an entry whose name is no text")
+            raise PickleRefused("an entry whose name is not text")
         if type(entry) is TensorStorageMetadata:
             indexes = _check_tensor(name, entry, places)
         elif type(entry) is BytesStorageMetadata:
@@ -56,10 +56,10 @@ def check_structure(metadata: Any) -> None:
         else:
             raise PickleRefused(f"entry {shorten(name)} that is {shorten(entry)}")
         if any(index not in places for index in indexes):
-            raise PickleRefused(f"entry {shorten(name)}: it has no place")
+            raise PickleRefused(f"entry {shorten(name)}: it has no location")
         described.update(indexes)
     if len(described) != len(places):
-        raise PickleRefused(f"{len(places)} places for {len(described)} parts of entries")
+        raise PickleRefused(f"{len(places)} locations for {len(described)} chunks and values")
 
 
 def _check_side_parts(metadata: Metadata) -> None:
@@ -68,14 +68,14 @@ def _check_side_parts(metadata: Metadata) -> None:
             type(path) is tuple and len(path) <= _MAX_PATH_PARTS and all(type(part) in (str, int) for part in path)
         )
         if type(name) is not str or not is_path:
-            raise PickleRefused(f"planner_data[{shorten(name)}]: no path into the state")
+            raise PickleRefused(f"planner_data[{shorten(name)}]: not a path into the state")
     about = metadata.storage_meta
     if about is not None and not (
         type(about) is StorageMeta and has_required_fields(about) and "modules" in vars(about)
     ):
         raise PickleRefused("a StorageMeta without its fields")
     if about is not None and not all(type(module) is str for module in about.modules):
-        raise PickleRefused("StorageMeta.modules: no names")
+        raise PickleRefused("StorageMeta.modules: not a list of names")
 
 
 def _check_places(places: dict[Any, Any]) -> None:
@@ -83,15 +83,15 @@ def _check_places(places: dict[Any, Any]) -> None:
     spans: dict[str, list[tuple[int, int, str]]] = {}
     for index, place in places.items():
         if type(index) is not MetadataIndex:
-            raise PickleRefused("a place for something that is no MetadataIndex")
+            raise PickleRefused("a location of something that is not a MetadataIndex")
         name = shorten(index.fqn)
         if type(place) is not _StorageInfo or not has_required_fields(place):
-            raise PickleRefused(f"entry {name}: its place is {shorten(place)}")
+            raise PickleRefused(f"entry {name}: its location is {shorten(place)}")
         if not (0 <= place.offset <= MAX_INTEGER and 0 <= place.length <= MAX_INTEGER):
             raise PickleRefused(f"entry {name}: invalid location, offset {place.offset} with {place.length} bytes")
         transformations = place.transform_descriptors or ()
         if len(transformations) > _MAX_TRANSFORMATIONS or not all(type(text) is str for text in transformations):
-            raise PickleRefused(f"entry {name}: a stream transformation that is no text")
+            raise PickleRefused(f"entry {name}: a stream transformation that is not text")
         if place.relative_path not in spans:
             complaint = path_complaint(place.relative_path)
             if complaint:
@@ -123,7 +123,7 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, places: dict[Any, Any
     if not has_required_fields(entry) or not vars(entry.properties) or len(entry.size) > _MAX_DIMENSIONS:
         raise PickleRefused(f"entry {shorten(name)}: a tensor without its properties, or of too many dimensions")
     if not is_valid_size(entry.size, entry.properties.dtype):
-        raise PickleRefused(f"entry {shorten(name)}: no tensor has so many elements")
+        raise PickleRefused(f"entry {shorten(name)}: too many elements for a tensor")
     indexes, complaint = [], ""
     # Entries may share one list of chunks, but the loop is bounded: it ends at the first chunk without a location.
     for chunk in entry.chunks:
@@ -139,7 +139,7 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, places: dict[Any, Any
     if complaint:
         raise PickleRefused(f"entry {shorten(name)}: {complaint}")
     if len(set(indexes)) != len(indexes):
-        raise PickleRefused(f"entry {shorten(name)}: two chunks at one place")
+        raise PickleRefused(f"entry {shorten(name)}: two chunks at the same offsets")
     return indexes
 
 
@@ -153,7 +153,7 @@ def _chunk_complaint(entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, 
     if complaint:
         return complaint
     if place is None:
-        return "a chunk that has no place"
+        return "a chunk without a location"
     smallest = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
     if smallest > place.length and not place.transform_descriptors:
         return f"{smallest} bytes of values in {place.length} bytes of a file"

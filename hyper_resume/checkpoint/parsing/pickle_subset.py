@@ -128,7 +128,7 @@ class PickleSubset:
 
     def _proto(self) -> None:
         if self._at != 1 or not 2 <= self._take(1)[0] <= 5:
-            raise self.refused("a protocol of pickle that is not read")
+            raise self.refused("a pickle protocol that is not supported")
 
     def _frame(self) -> None:
         if int.from_bytes(self._take(8), "little") > len(self._content) - self._at:
@@ -139,7 +139,7 @@ class PickleSubset:
 
     def _mark(self) -> None:
         if len(self._below) >= _MAX_OPEN_MARKS:
-            raise self.refused("too deep nesting")
+            raise self.refused("nesting that is too deep")
         self._below.append(self._stack)
         self._stack = []
 
@@ -209,7 +209,7 @@ class PickleSubset:
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise self.refused("a name that is no text")
+            raise self.refused("a name that is not text")
         self._stack.append(self.find(module, name))
 
     def _empty_tuple(self) -> None:
@@ -257,7 +257,7 @@ class PickleSubset:
     def _extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is not list:
-            raise self.refused("items for something that is no list")
+            raise self.refused("items for something that is not a list")
         for item in items:
             self.check_item(item)
         target.extend(items)
@@ -272,7 +272,7 @@ class PickleSubset:
     def _update(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is not dict or len(items) % 2:
-            raise self.refused("keys and values for something that is no dict")
+            raise self.refused("keys and values for something that is not a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             self.check_key(key)
             if key in target:
@@ -282,7 +282,7 @@ class PickleSubset:
     def _arguments(self) -> tuple[Any, ...]:
         arguments = self._stack.pop()
         if not isinstance(arguments, tuple):
-            raise self.refused("arguments that are no tuple")
+            raise self.refused("arguments that are not a tuple")
         return arguments
 
     def _reduce(self) -> None:

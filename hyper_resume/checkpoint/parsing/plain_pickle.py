@@ -136,7 +136,7 @@ class PlainPickle(PickleSubset):
             if len(open_nodes) > _MAX_NESTING:
                 raise PickleRefused(f"a value that is nested more than {_MAX_NESTING} deep")
             if isinstance(part, _Name) and part.name not in _DTYPES:
-                raise PickleRefused(f"{part.name}, which is no value")
+                raise PickleRefused(f"{part.name}, which is not a value")
             if isinstance(part, dict):
                 open_nodes.append(iter(part.values()))
             elif isinstance(part, (list, tuple)):

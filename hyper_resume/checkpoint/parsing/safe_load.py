@@ -172,7 +172,7 @@ def _check_end(file: Any, size: int) -> None:
         raise PickleRefused(f"an archive whose directory takes {directory_size} bytes")
     file.seek(0)
     if file.read(4) != b"PK\x03\x04":
-        raise PickleRefused("something in front of the archive")
+        raise PickleRefused("something before the archive")
 
 
 def _check_members(members: list[zipfile.ZipInfo], size: int) -> None:

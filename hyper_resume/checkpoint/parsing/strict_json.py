@@ -28,7 +28,7 @@ def parse_json(content: bytes) -> Any:
     except JsonFormatError:
         raise
     except (ValueError, RecursionError) as error:
-        raise JsonFormatError(f"no JSON ({type(error).__name__}: {str(error)[:200]})") from error
+        raise JsonFormatError(f"not JSON ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise JsonFormatError(f"{name} is no JSON number")
+    raise JsonFormatError(f"{name} is not a JSON number")
 
 
 class JsonObject:
@@ -57,13 +57,13 @@ class JsonObject:
         others = sorted(set(self.value) - set(known))
         if others:
             # Escaped to ASCII, because the key may contain any characters.
-            raise JsonFormatError(f"{self._path(ascii(others[0][:80])[1:-1])}: not a key of this form")
+            raise JsonFormatError(f"{self._path(ascii(others[0][:80])[1:-1])}: unknown key")
 
     def text(self, key: str, *, pattern: re.Pattern[str] | None = None) -> str:
         """Return a text of at most 4,096 characters that matches ``pattern``."""
         found = self._get(key, str)
         if len(found) > _MAX_TEXT or (pattern is not None and not pattern.fullmatch(found)):
-            raise JsonFormatError(f"{self._path(key)}: not such a text: {found[:80]!r}")
+            raise JsonFormatError(f"{self._path(key)}: not a valid text: {found[:80]!r}")
         return str(found)
 
     def integer(self, key: str, *, least: int | None = None) -> int:

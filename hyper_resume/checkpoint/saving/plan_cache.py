@@ -29,10 +29,10 @@ Layout = tuple[tuple[Any, ...], ...]
 
 def payload_layout(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> Layout:
     """Return everything in a flattened payload that a plan depends on; ``paths``: entry name -> its keys in the payload."""
-    return tuple((name, paths[name], *_kind(value)) for name, value in flat.items())
+    return tuple((name, paths[name], *_tensor_layout(value)) for name, value in flat.items())
 
 
-def _kind(value: Any) -> tuple[Any, ...]:
+def _tensor_layout(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, torch.Tensor):
         return ()
     if isinstance(value, DTensor):

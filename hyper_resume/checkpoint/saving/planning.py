@@ -26,19 +26,19 @@ _WHOLE = (torch.Tensor, torch.nn.Parameter)
 
 def local_write_items(flat: Mapping[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
     """Return the items that this rank offers to write from a flattened state."""
-    kinds: dict[Any, TensorWriteData] = {}
+    write_data: dict[Any, TensorWriteData] = {}
     properties: dict[Any, TensorProperties] = {}
     items: list[WriteItem] = []
     for name, value in flat.items():
         if type(value) not in _WHOLE:
             items += create_default_local_save_plan({name: value}, is_coordinator).items
             continue
-        kind = value.dtype, value.layout, value.requires_grad, value.is_pinned()
-        data = kinds.get((kind, value.shape))
+        properties_key = value.dtype, value.layout, value.requires_grad, value.is_pinned()
+        data = write_data.get((properties_key, value.shape))
         if data is None:
             # Tensors that differ only in shape share their properties.
-            own = properties.setdefault(kind, TensorProperties.create_from_tensor(value))
-            data = kinds[kind, value.shape] = _whole(value.size(), own)
+            own = properties.setdefault(properties_key, TensorProperties.create_from_tensor(value))
+            data = write_data[properties_key, value.shape] = _whole(value.size(), own)
         # The index in the list of chunks is only a hint: it is ignored when indices are compared.
         index = MetadataIndex(name, data.chunk.offsets, 0)
         items.append(WriteItem(index=index, type=WriteItemType.TENSOR, tensor_data=data))

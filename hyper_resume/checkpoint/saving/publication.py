@@ -171,13 +171,13 @@ def move_pointer_and_report(save: SaveInProgress, group: Any) -> None:
 
 
 def delete_outdated(
-    save: SaveInProgress, aside: Path | None, keep: Retention, protected: tuple[Path, ...], group: Any
+    save: SaveInProgress, replaced: Path | None, keep: Retention, protected: tuple[Path, ...], group: Any
 ) -> None:
     """After the save is durable, rank 0 deletes the replaced copy and the outdated saves; all ranks wait for it."""
 
     def on_rank_zero() -> None:
-        if aside is not None:
-            layout.remove(aside)
+        if replaced is not None:
+            layout.remove(replaced)
         _clear_outdated(keep, save.target.parent, (save.target, *protected))
 
     collective.on_rank_zero(on_rank_zero, group)

@@ -159,7 +159,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "no place for a chunk": (lambda m: m.storage_data.pop(MetadataIndex("tensor", (2, 0))), "no place"),
     "no place for a value": (lambda m: m.storage_data.pop(MetadataIndex("value")), "no place"),
-    "a place for nothing": (lambda m: m.state_dict_metadata.pop("value"), "3 places for 2 parts"),
+    "a place for nothing": (lambda m: m.state_dict_metadata.pop("value"), "3 locations for 2 chunks"),
     "bytes shared": (lambda m: setattr(_place(m), "offset", 99), "share bytes of '__0_0.distcp'"),
     "a place before the file": (lambda m: setattr(_place(m), "offset", -1), "stands at -1"),
     "a length below zero": (lambda m: setattr(_place(m), "length", -1), "with -1 bytes"),
