@@ -126,7 +126,7 @@ def test_nesting_of_any_depth_is_refused_and_nothing_else_goes_wrong(depth: int)
 
 @pytest.mark.parametrize("size", [0, 1, 100, -1, -3])
 def test_a_part_of_the_file_is_refused(size: int) -> None:
-    assert "no JSON" in refusal(manifest.encode(WHOLE)[:size].rstrip(b"}\n"))
+    assert "not JSON" in refusal(manifest.encode(WHOLE)[:size].rstrip(b"}\n"))
 
 
 def test_a_changed_value_without_a_new_digest_is_refused() -> None:
@@ -191,17 +191,17 @@ def changed(*way: Any, to: Any) -> Callable[[], bytes]:
 
 HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "no object": (lambda: b"[1, 2]", "expected an object, found list"),
-    "nothing": (lambda: b"", "no JSON"),
-    "not UTF-8": (lambda: b'{"format": "\xff"}', "no JSON"),
+    "nothing": (lambda: b"", "not JSON"),
+    "not UTF-8": (lambda: b'{"format": "\xff"}', "not JSON"),
     "NaN": (lambda: manifest.encode(WHOLE).replace(b": 2.5", b": NaN"), "NaN is not a JSON number"),
     "Infinity": (lambda: manifest.encode(WHOLE).replace(b": 2.5", b": -Infinity"), "-Infinity is not a JSON number"),
     "a number beyond floats": (lambda: manifest.encode(WHOLE).replace(b": 2.5", b": 1e999"), "digest"),
     "a number of 100,000 digits": (
         lambda: manifest.encode(WHOLE).replace(b'"step": 12', b'"step": ' + b"9" * 100_000),
-        "no JSON",
+        "not JSON",
     ),
-    "deep nesting": (lambda: b"[" * 1_000_000 + b"]" * 1_000_000, "no JSON"),
-    "deep nesting of objects": (lambda: b'{"a":' * 1_000_000 + b"1" + b"}" * 1_000_000, "no JSON"),
+    "deep nesting": (lambda: b"[" * 1_000_000 + b"]" * 1_000_000, "not JSON"),
+    "deep nesting of objects": (lambda: b'{"a":' * 1_000_000 + b"1" + b"}" * 1_000_000, "not JSON"),
     "step as text": (changed("step", to="12"), "step: expected int, found str"),
     "step as a truth value": (changed("step", to=True), "step: expected int, found bool"),
     "step as a float": (changed("step", to=12.0), "step: expected int, found float"),
