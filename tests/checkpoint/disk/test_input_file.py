@@ -153,7 +153,7 @@ def test_a_file_that_was_cut_off_since_is_an_error_when_it_is_brought_in(tmp_pat
     script = """
         import os, sys
         from pathlib import Path
-        from hyper_resume.checkpoint import operations
+        from hyper_resume.checkpoint.disk import operations
         path, page = Path(sys.argv[1]), int(sys.argv[2])
         with operations.current().open_read(path) as file:
             os.truncate(path, 2 * page)

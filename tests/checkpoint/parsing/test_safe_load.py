@@ -198,7 +198,7 @@ def test_an_archive_that_unfolds_is_refused() -> None:
 
 def test_an_archive_with_something_around_it_is_refused() -> None:
     good = _packed([1])
-    with pytest.raises(CheckpointMismatchError, match="in front"):
+    with pytest.raises(CheckpointMismatchError, match="before the archive"):
         safe_load.load_plain(b"x" + good, "x")
     with pytest.raises(CheckpointMismatchError, match="behind"):
         safe_load.load_plain(good + b"x", "x")
@@ -239,7 +239,7 @@ import pickle, resource, sys, time
 from conformance.storage.hostile.material import make_material
 from conformance.storage.hostile.pickles import ARCHIVE_BOMBS, PICKLE_BOMBS, PLAIN_BOMBS
 from conformance.storage.hostile.material import archive_with
-from hyper_resume.checkpoint import safe_load
+from hyper_resume.checkpoint.parsing import safe_load
 from hyper_resume.errors import CheckpointMismatchError
 
 material = make_material()
