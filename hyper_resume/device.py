@@ -1,4 +1,4 @@
-"""The device of a job (CPU, CUDA or Ascend NPU), its process group, and its random stream.
+"""The device of a job (CPU, CUDA or Ascend NPU), its process group, its random stream.
 
 No other module refers to ``torch_npu``. Accelerators are used through ``torch.get_device_module``, where every backend,
 Ascend's included, registers the same functions.

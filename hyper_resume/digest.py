@@ -1,4 +1,4 @@
-"""Digests (xxh3-128) of states, tensors and files, to compare two runs, and a file with what was written.
+"""Digests (xxh3-128) of states, tensors and files, to find differences and damage.
 
 A digest shows damage, but it does not protect against forgery: whoever can write the file can write its digest.
 """

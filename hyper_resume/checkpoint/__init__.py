@@ -1,4 +1,4 @@
-"""Storage: write a state to a step directory and read it back. Nothing here depends on the trainer.
+"""Storage: writes a state to a step directory and reads it back, without the trainer.
 
 ``base`` the interface of a storage backend · ``dcp`` the backend on ``torch.distributed.checkpoint`` · ``commands`` what the
 command line does with a checkpoint · ``saving`` the steps of a save · ``loading`` the steps of a load · ``history`` which save

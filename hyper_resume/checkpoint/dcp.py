@@ -1,4 +1,4 @@
-"""The storage backend ``dcp``, on ``torch.distributed.checkpoint``: the order of the steps of a save and of a load."""
+"""The storage backend ``dcp``: the order of the steps of a save and of a load."""
 
 from __future__ import annotations
 

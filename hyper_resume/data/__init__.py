@@ -1,4 +1,4 @@
-"""Training data: which samples each rank reads, in what order, and the exact position in that order.
+"""Training data: the samples of each rank, their order, and the exact position in it.
 
 ``loader`` the stateful data loader · ``sampler`` the order of the samples in an epoch · ``permutation`` a shuffled order that
 is computed index by index · ``indices`` one rank's part of an order · ``saved_state`` checks of a saved position · ``reading``

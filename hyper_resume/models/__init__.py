@@ -1,4 +1,4 @@
-"""Hugging Face causal language models, built from a preset or loaded from a local folder, and LoRA adapters for them.
+"""Hugging Face causal language models from a preset or a folder, and LoRA adapters.
 
 Importing this package imports neither transformers nor peft; building a model does.
 """

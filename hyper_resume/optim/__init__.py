@@ -1,4 +1,4 @@
-"""Optimizers: built from the configuration, chained, and their state initialized before the first step."""
+"""Optimizers: built, chained, and their state initialized before the first step."""
 
 from hyper_resume.optim.build import build_lr_schedulers, build_optimizer
 from hyper_resume.optim.chained import ChainedOptimizer

@@ -1,4 +1,4 @@
-"""Parallel training on one device mesh: tensor parallelism, FSDP2, gradient norms over shards, and checks of replicas.
+"""Tensor parallelism and FSDP2 on one mesh, gradient norms, and checks of replicas.
 
 ``mesh`` the device mesh · ``layers`` the decoder layers of a model · ``tensor_parallel`` the plan for each module · ``fsdp``
 sharding over data-parallel ranks · ``grad_norm`` gradient clipping · ``replicas`` the check that copies are equal

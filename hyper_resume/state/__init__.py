@@ -1,4 +1,4 @@
-"""The state buckets: read the state of live training objects, and write it back to them. Nothing here reads or writes files.
+"""The state buckets: read the state of live objects and write it back; no files.
 
 ``model`` · ``optimizer`` · ``scheduler`` · ``dataloader`` · ``rng`` random streams · ``stateful`` any other object with a
 ``state_dict`` · ``names`` parameter names without wrapper prefixes · ``certificate`` the record of what a restore did. In each

@@ -1,1 +1,1 @@
-"""The commands on checkpoints: ``inspect``, ``diff``, ``verify`` and ``doctor``; they find things out and return reports."""
+"""The commands on checkpoints: inspect, diff, verify and doctor; they return reports."""

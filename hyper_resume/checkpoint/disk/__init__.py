@@ -1,1 +1,1 @@
-"""File system calls: open, write, sync, rename and delete files, map them into memory, and lock a root for one writer."""
+"""File system calls: open, map, write, sync, rename, delete; the lock of a root."""

@@ -1,1 +1,1 @@
-"""The files of a step directory: their names and contents, how each is encoded and decoded, and how its digest is checked."""
+"""The files and directories of a root: names, staging and commit, content, digests."""

@@ -1,1 +1,1 @@
-"""The steps of a load: verify the files, compare the entries with the live state, read them, then write the live state."""
+"""The steps of a load: verify files, compare entries, read them, write the live state."""

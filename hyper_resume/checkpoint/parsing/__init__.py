@@ -1,1 +1,1 @@
-"""Parsers for untrusted bytes: pickle, JSON, ``torch.save`` archives, DCP metadata; they have limits and run no code."""
+"""Parsers for untrusted bytes: pickle, JSON, archives, DCP metadata; they run no code."""

@@ -1,1 +1,1 @@
-"""The steps of a save: lock the root, copy and digest the state, plan, write each rank's shard file, commit, report."""
+"""The steps of a save: lock the root, copy and digest the state, plan, write shards, publish."""

@@ -1,1 +1,1 @@
-"""Tensors in memory: flatten a nested state into named entries, copy and digest many tensors, share work among threads."""
+"""Tensors in memory: flatten a state, copy and digest many tensors, share work in threads."""
