@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hyper_resume.config import CheckpointingConfig
-from hyper_resume.errors import UnsupportedError
+from hyper_resume.errors import ConfigError, UnsupportedError
 from hyper_resume.optim import ChainedOptimizer
 from hyper_resume.trainer.callbacks import CheckpointerCallback, TrainerState
 from tests.trainer.duck import make_duck, plain_optimizers, saved_entries, saved_extra_state, train_duck
@@ -310,3 +310,46 @@ def test_the_hooks_work_without_the_state_argument(tmp_path: Path) -> None:
     callback.on_epoch_end()
     callback.on_train_end()
     assert saved_steps(tmp_path) == [2]
+
+
+def test_a_trainer_that_lacks_attributes_is_refused_at_construction_with_all_of_them(tmp_path: Path) -> None:
+    trainer = make_duck(tmp_path)
+    del trainer.state, trainer.lr_scheduler, trainer.start_step
+    with pytest.raises(ConfigError, match=r"found: no lr_scheduler, state\.global_step, state\.epoch, start_step;"):
+        CheckpointerCallback(trainer)
+    with pytest.raises(ConfigError, match=r"found: no config\.checkpoint, model, optimizer, .*start_step;"):
+        CheckpointerCallback(object())
+
+
+def test_a_trainer_whose_lr_scheduler_is_none_lacks_nothing(tmp_path: Path) -> None:
+    trainer = make_duck(tmp_path)
+    trainer.lr_scheduler = None
+    assert CheckpointerCallback(trainer).last_saved is None
+
+
+def test_the_configuration_line_is_short_and_shows_what_is_not_the_default(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        CheckpointerCallback(make_duck(Path("runs"), save_steps=7, is_async=True, save_ckpt=False)).on_train_begin()
+    (line,) = [message for message in caplog.messages if message.startswith("Checkpoint config: ")]
+    assert line == (
+        "Checkpoint config: save_ckpt=False, checkpoint_dir='runs', save_steps=7, save_epochs=1, is_async=True, "
+        "restore_from=None"
+    )
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_last_saved_directory_is_that_of_the_last_durable_save_or_of_the_restore(
+    tmp_path: Path, is_async: bool
+) -> None:
+    trainer = make_duck(tmp_path, save_epochs=0, is_async=is_async)
+    callback = CheckpointerCallback(trainer)
+    callback.on_train_begin()
+    assert callback.last_saved is None
+    trainer.state.global_step = 3
+    callback.on_train_end()
+    assert callback.last_saved == str(tmp_path / "global_step_3")
+    again = CheckpointerCallback(make_duck(tmp_path, restore_from="LATEST"))
+    again.on_train_begin()
+    assert again.last_saved == str(tmp_path / "global_step_3")
