@@ -15,8 +15,8 @@ import pytest
 
 import hyper_resume
 from hyper_resume import cli
-from tests.trainer.duck import make_duck, train_duck
-from tests.trainer.parts import disk_listing, saved_steps
+from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
+from tests.trainer.tiny_training import disk_listing, saved_steps
 
 pytestmark = pytest.mark.xdist_group("cli")
 
@@ -283,7 +283,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "two": {"optimizers": 2},
     }
     for name, options in layouts.items():
-        train_duck(make_duck(folder / name, save_epochs=0, **options), until_step=7)
+        train_custom_trainer(make_custom_trainer(folder / name, save_epochs=0, **options), until_step=7)
     return folder
 
 
@@ -364,7 +364,7 @@ def test_inspect_of_a_root_lists_its_step_directories_and_latest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "checkpoints"
-    train_duck(make_duck(root, save_steps=2, save_epochs=0), until_step=6)
+    train_custom_trainer(make_custom_trainer(root, save_steps=2, save_epochs=0), until_step=6)
     (root / "global_step_6" / ".metadata").unlink()
     assert cli.main(["inspect", str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -383,13 +383,13 @@ def test_inspect_of_a_root_lists_its_step_directories_and_latest(
 
 
 def _without_metadata(folder: Path) -> Path:
-    train_duck(make_duck(folder), until_step=1)
+    train_custom_trainer(make_custom_trainer(folder), until_step=1)
     (folder / "global_step_1" / ".metadata").unlink()
     return folder / "global_step_1"
 
 
 def _with_garbage_metadata(folder: Path) -> Path:
-    train_duck(make_duck(folder), until_step=1)
+    train_custom_trainer(make_custom_trainer(folder), until_step=1)
     (folder / "global_step_1" / ".metadata").write_bytes(b"no pickle")
     # With it the size would tell first.
     (folder / "global_step_1" / "manifest.json").unlink()
@@ -397,7 +397,7 @@ def _with_garbage_metadata(folder: Path) -> Path:
 
 
 def _with_garbage_extra_state(folder: Path) -> Path:
-    train_duck(make_duck(folder), until_step=1)
+    train_custom_trainer(make_custom_trainer(folder), until_step=1)
     (folder / "global_step_1" / "extra_state" / "extra_state_rank_0.pt").write_bytes(b"no archive")
     (folder / "global_step_1" / "manifest.json").unlink()
     return folder / "global_step_1"

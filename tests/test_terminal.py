@@ -18,7 +18,7 @@ import pytest
 from hyper_resume import cli
 from hyper_resume.trainer.callbacks import progress
 from st.torchrun import free_port
-from tests.trainer.parts import saved_steps
+from tests.trainer.tiny_training import saved_steps
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
