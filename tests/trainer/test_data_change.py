@@ -133,4 +133,4 @@ def test_more_accumulation_after_the_resume_goes_on_with_the_next_unread_sample(
     read = [i for record in records_of(trainer) for i in record.sample_ids]
     assert read == [i for record in straight[3:] for i in record.sample_ids]
     assert (trainer.start_epoch, trainer.start_step) == (0, 2)  # of 4 steps, the second half done
-    assert "the data position is followed" in caplog.text
+    assert "the data position is used" in caplog.text

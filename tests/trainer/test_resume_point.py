@@ -147,4 +147,4 @@ def test_a_data_position_that_contradicts_the_counter_is_followed_with_a_warning
     with caplog.at_level(logging.WARNING):
         CheckpointerCallback(resumed).on_train_begin()
     assert (resumed.start_epoch, resumed.start_step) == (3, 2)
-    assert "would be epoch 1, step 3, but the data position is epoch 3, step 2" in caplog.text
+    assert "is epoch 1, step 3, but the data position is epoch 3, step 2" in caplog.text
