@@ -9,11 +9,11 @@ from __future__ import annotations
 
 
 class HyperResumeError(Exception):
-    """Base of every error that this library raises on purpose."""
+    """Base of every error that this library raises itself."""
 
 
 class ConfigError(HyperResumeError, ValueError):
-    """The configuration is wrong: unknown field, wrong type, impossible combination."""
+    """The configuration is wrong (unknown field, wrong type, impossible combination), or a trainer lacks attributes."""
 
 
 class CheckpointNotFoundError(HyperResumeError, FileNotFoundError):
@@ -33,11 +33,11 @@ class CheckpointLockedError(CheckpointSaveError):
 
 
 class PreemptedError(HyperResumeError, RuntimeError):
-    """Training was asked to stop by a signal, and has saved and stopped; it is to be resumed."""
+    """A signal stopped training after a save; start it again to resume."""
 
 
 class StateNotPlainError(HyperResumeError, TypeError):
-    """A bucket holds an object that can't be written without running code when it is read back."""
+    """A bucket holds an object that could only be read back by running code, so it is not saved."""
 
 
 class ReplicaMismatchError(HyperResumeError, RuntimeError):
@@ -49,7 +49,7 @@ class TrainingIncompleteError(HyperResumeError, RuntimeError):
 
 
 class UnsupportedError(HyperResumeError, RuntimeError):
-    """The asked combination can't be run; the message says which part and what would work."""
+    """A combination that is not supported; the message says which part of it, and what works instead."""
 
 
 def describe(what: str, *, where: str = "", expected: str = "", found: str = "", do: str = "") -> str:

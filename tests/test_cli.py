@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+import hyper_resume
 from hyper_resume import cli
-from tests.trainer.duck import make_duck, train_duck
-from tests.trainer.parts import disk_listing, saved_steps
+from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
+from tests.trainer.tiny_training import disk_listing, saved_steps
 
 pytestmark = pytest.mark.xdist_group("cli")
 
@@ -115,6 +116,29 @@ def test_a_wrong_command_line_exits_with_2_and_shows_the_usage(
         cli.main(arguments)
     assert caught.value.code == cli.EXIT_USAGE
     assert "usage: hyper-resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("inspct", "did you mean 'inspect'?"),
+        ("docter", "did you mean 'doctor'?"),
+        ("demo.yaml", "did you mean 'train demo.yaml'?"),
+        ("xyz", "the commands are train, inspect, verify, diff, prune, doctor"),
+    ],
+)
+def test_an_unknown_command_names_the_nearest_one(word: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([word, "x"])
+    assert caught.value.code == cli.EXIT_USAGE
+    assert capsys.readouterr().err.splitlines()[-1] == f"hyper-resume: error: unknown command {word!r}; {advice}"
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"hyper-resume {hyper_resume.__version__}\n"
 
 
 def test_a_path_to_restore_that_does_not_exist_exits_with_1_and_changes_nothing(
@@ -259,7 +283,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "two": {"optimizers": 2},
     }
     for name, options in layouts.items():
-        train_duck(make_duck(folder / name, save_epochs=0, **options), until_step=7)
+        train_custom_trainer(make_custom_trainer(folder / name, save_epochs=0, **options), until_step=7)
     return folder
 
 
@@ -336,14 +360,36 @@ def test_inspect_changes_nothing_on_disk(checkpoints: Path, capsys: pytest.Captu
     assert disk_listing(checkpoints) == listing
 
 
+def test_inspect_of_a_root_lists_its_step_directories_and_latest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "checkpoints"
+    train_custom_trainer(make_custom_trainer(root, save_steps=2, save_epochs=0), until_step=6)
+    (root / "global_step_6" / ".metadata").unlink()
+    assert cli.main(["inspect", str(root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{root}: a root (checkpoint_dir), with one step directory, global_step_N, per saved step"
+    sizes = {
+        step: [path.stat().st_size for path in (root / f"global_step_{step}").rglob("*") if path.is_file()]
+        for step in (2, 4, 6)
+    }
+    rows = [line.split(maxsplit=3) for line in lines if line.strip()[:1].isdigit()]
+    assert [row[:3] for row in rows] == [[str(n), str(len(found)), f"{sum(found):,}"] for n, found in sizes.items()]
+    assert [row[3] for row in rows] == ["complete", "complete", "is incomplete: .metadata: it is missing"]
+    assert f"LATEST: {root / 'global_step_4'}" in lines
+    assert cli.main(["inspect", "--json", str(root)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["latest"], [one["step"] for one in found["steps"]]) == (str(root / "global_step_4"), [2, 4, 6])
+
+
 def _without_metadata(folder: Path) -> Path:
-    train_duck(make_duck(folder), until_step=1)
+    train_custom_trainer(make_custom_trainer(folder), until_step=1)
     (folder / "global_step_1" / ".metadata").unlink()
     return folder / "global_step_1"
 
 
 def _with_garbage_metadata(folder: Path) -> Path:
-    train_duck(make_duck(folder), until_step=1)
+    train_custom_trainer(make_custom_trainer(folder), until_step=1)
     (folder / "global_step_1" / ".metadata").write_bytes(b"no pickle")
     # With it the size would tell first.
     (folder / "global_step_1" / "manifest.json").unlink()
@@ -351,7 +397,7 @@ def _with_garbage_metadata(folder: Path) -> Path:
 
 
 def _with_garbage_extra_state(folder: Path) -> Path:
-    train_duck(make_duck(folder), until_step=1)
+    train_custom_trainer(make_custom_trainer(folder), until_step=1)
     (folder / "global_step_1" / "extra_state" / "extra_state_rank_0.pt").write_bytes(b"no archive")
     (folder / "global_step_1" / "manifest.json").unlink()
     return folder / "global_step_1"

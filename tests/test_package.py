@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import os
 import re
@@ -12,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import hyper_resume
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "README.md").read_text(encoding="utf-8"), re.M | re.S)
@@ -71,9 +74,49 @@ def test_importing_this_module_does_not_import_torch(tmp_path: Path, module: str
     assert (ended.stdout.strip(), ended.stderr) == ("[]", "")
 
 
+def test_a_public_name_that_needs_no_torch_does_not_import_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, hyper_resume; dir(hyper_resume); hyper_resume.CheckpointingConfig(save_steps=5); "
+        "hyper_resume.ConfigError; print('torch' in sys.modules); hyper_resume.CheckpointerCallback; "
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    ended = _python(tmp_path, "-c", code)
+    assert (ended.stdout.split(), ended.stderr) == (["False", "True", "False"], "")
+
+
+@pytest.mark.parametrize("name", hyper_resume.__all__)
+def test_a_public_name_resolves_and_is_documented(name: str) -> None:
+    found = getattr(hyper_resume, name)
+    assert name in dir(hyper_resume)
+    if name != "__version__":
+        assert (type(found) if name.isupper() else found).__doc__
+        # The doc of a dataclass without one is its signature.
+        assert not str(found.__doc__).startswith(f"{name}(")
+
+
+def test_the_names_that_a_type_checker_sees_are_the_public_ones() -> None:
+    tree = ast.parse(Path(hyper_resume.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        alias.name: statement.module
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    assert {*imported, "__version__"} == set(hyper_resume.__all__)
+    for name, module in imported.items():
+        assert getattr(import_module(str(module)), name) is getattr(hyper_resume, name)
+
+
+def test_another_name_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="module 'hyper_resume' has no attribute 'Checkpointer'"):
+        hyper_resume.Checkpointer  # noqa: B018
+    assert sorted(set(hyper_resume.__all__)) == sorted(hyper_resume.__all__)
+
+
 def test_the_version_is_that_of_pyproject() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert import_module("hyper_resume").__version__ == project["version"]
+    assert hyper_resume.__version__ == project["version"]
 
 
 def test_the_readme_has_a_python_example() -> None:

@@ -216,9 +216,21 @@ def test_prune_keeps_the_best(root: Path) -> None:
     assert _steps(root) == [2, 3]
 
 
-@pytest.mark.parametrize("options", [(), ("--keep-last", "0"), ("--keep-every", "-1"), ("--keep-best", "-1")])
-def test_prune_without_anything_to_keep_deletes_nothing(options: tuple[str, ...], root: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ((), "none of them"),
+        (("--keep-last", "0"), "--keep-last 0"),
+        (("--keep-every", "-1"), "--keep-every -1"),
+        (("--keep-best", "-1", "--keep-last", "0"), "--keep-last 0, --keep-best -1"),
+        (("--keep-best", "0"), "--keep-best 0"),
+    ],
+)
+def test_prune_without_anything_to_keep_names_what_was_given_and_deletes_nothing(
+    options: tuple[str, ...], found: str, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _run("prune", str(root), *options) == cli.EXIT_USAGE
+    assert f"; found: {found};" in capsys.readouterr().err
     assert _steps(root) == [1, 2, 3]
 
 

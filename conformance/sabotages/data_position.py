@@ -217,7 +217,7 @@ def _worker_seeds_restarted(put: Saboteur) -> None:
 
 @sabotage("accumulation-counted-in-batches")
 def _accumulation_counted_in_batches(put: Saboteur) -> None:
-    put.replace("hyper_resume.trainer.progress:accumulation_steps", lambda original, trainer: 1)
+    put.replace("hyper_resume.trainer.resume_point:accumulation_steps", lambda original, trainer: 1)
 
 
 @sabotage("short-window-dropped")
@@ -250,7 +250,7 @@ def _counter_raised_before_the_step(put: Saboteur) -> None:
 
 @sabotage("owed-epoch-end-forgotten")
 def _owed_epoch_end_forgotten(put: Saboteur) -> None:
-    put.replace(f"{_TRAINER}._owes_an_epoch_end", lambda original, trainer: False)
+    put.replace(f"{_TRAINER}._epoch_end_is_missing", lambda original, trainer: False)
 
 
 @sabotage("extra-step-at-the-end")

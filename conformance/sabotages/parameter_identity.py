@@ -154,7 +154,7 @@ def _unread_state_refused(put: Saboteur) -> None:
             raise KeyError(reasons[0])
         return reasons
 
-    put.replace("hyper_resume.trainer.findings:check_optimizer_entries", check, fires=False)
+    put.replace("hyper_resume.trainer.mismatches:check_optimizer_entries", check, fires=False)
 
 
 # ---- several optimizers, groups -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ _TRAINER = "hyper_resume.trainer.base:BaseTrainer"
 
 @sabotage("signal-not-heard")
 def _signal_not_heard(put: Saboteur) -> None:
-    put.replace(f"{_PREEMPTION}._take_note", lambda original, *args: None)
+    put.replace(f"{_PREEMPTION}._set_flag", lambda original, *args: None)
 
 
 @sabotage("preemption-saves-nothing")
@@ -55,7 +55,7 @@ def _only_the_asked_rank_leaves(put: Saboteur) -> None:
     def asked(original: Any, callback: Any) -> Any:
         return {} if callback._received is None else {0: callback._received.name}
 
-    put.replace(f"{_PREEMPTION}._who_was_asked", asked)
+    put.replace(f"{_PREEMPTION}._received_by_rank", asked)
 
 
 @sabotage("preemption-always-on")

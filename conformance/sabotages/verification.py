@@ -21,7 +21,7 @@ _LAYOUT = "hyper_resume.checkpoint.format.layout"
 _SAVING = "hyper_resume.checkpoint.saving.publication"
 _OPERATIONS = "hyper_resume.checkpoint.disk.operations"
 _ROOT = "hyper_resume.checkpoint.saving.root:WritableRoot"
-_FINDINGS = "hyper_resume.trainer.findings"
+_MISMATCHES = "hyper_resume.trainer.mismatches"
 _RESTORE = "hyper_resume.trainer.restore"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
 
@@ -142,7 +142,7 @@ def _unknown_files_not_told(put: Saboteur) -> None:
 
 @sabotage("unknown-entries-not-told")
 def _unknown_entries_not_told(put: Saboteur) -> None:
-    put.replace(f"{_FINDINGS}:check_model", lambda original, *args: [])
+    put.replace(f"{_MISMATCHES}:check_model", lambda original, *args: [])
 
 
 # ---- what a save leaves ---------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def _on_mismatch_ignored(put: Saboteur) -> None:
 @sabotage("another-count-not-found")
 def _another_count_not_found(put: Saboteur) -> None:
     """Another number of optimizers is logged as before, but is no finding."""
-    put.replace(f"{_FINDINGS}:check_optimizer_count", lambda original, *args: [])
+    put.replace(f"{_MISMATCHES}:check_optimizer_count", lambda original, *args: [])
 
 
 @sabotage("certificate-claims-exact")

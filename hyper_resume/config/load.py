@@ -43,12 +43,12 @@ _OVERRIDE_NAME = re.compile(r"--([^\s.-][^\s.]*(?:\.[^\s.]+)*)")
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """A configuration, and where each of its values came from.
+    """A configuration, and the source of each of its values.
 
     Attributes:
         config: the checked configuration.
         sources: for each dotted field ``default``, ``file:line`` or ``override --dotted.path=value``. A free mapping
-            such as ``model.overrides`` has one entry a key, or one for itself while it is empty.
+            such as ``model.overrides`` has one entry per key, or one for itself while it is empty.
     """
 
     config: RunConfig
@@ -56,13 +56,13 @@ class ResolvedConfig:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, lay the overrides over it and check the result.
+    """Read a YAML file, apply the overrides and check the result.
 
     Args:
         path: the YAML file; an empty one gives the defaults.
-        overrides: texts ``--dotted.path=value``, later over earlier, all over the file. The value is YAML, except that
-            a field annotated ``str`` takes everything but null as it stands, quotes included. Setting a whole block
-            (``--checkpoint={save_steps: 5}``) replaces it: fields left out go back to their defaults.
+        overrides: texts ``--dotted.path=value``; a later one wins over an earlier one, and all win over the file. The value
+            is YAML, except that a field annotated ``str`` takes everything but null literally, quotes included. Setting a
+            whole block (``--checkpoint={save_steps: 5}``) replaces it: fields left out have their defaults again.
 
     Raises:
         ConfigError: the file can't be read, or anything in it or in the overrides is wrong; every mistake at once.
@@ -71,7 +71,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def resolve_config(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """Do what :func:`load_config` does, and say for each value where it came from.
+    """As :func:`load_config`, with the source of each value.
 
     Raises:
         ConfigError: as :func:`load_config`.
@@ -140,7 +140,7 @@ def reserved_fields_set(config: RunConfig | CheckpointingConfig) -> tuple[str, .
 
 
 def _read_overrides(overrides: Sequence[str]) -> tuple[list[tuple[FieldPath, Located]], list[Problem]]:
-    """Take the texts apart; what has not the one right form becomes a problem that shows it."""
+    """Parse the texts; one that is not ``--dotted.path=value`` becomes a problem that shows the right form."""
     assignments: list[tuple[FieldPath, Located]] = []
     problems: list[Problem] = []
     pending = list(overrides)
@@ -156,7 +156,7 @@ def _read_overrides(overrides: Sequence[str]) -> tuple[list[tuple[FieldPath, Loc
             assignments += [] if wrong else [(path, value)]
             continue
         if match and not equals and pending and not pending[0].startswith("--"):
-            text = pending.pop(0)  # the value stands apart: one mistake, not two
+            text = pending.pop(0)  # the value is a word of its own: one mistake, not two
         right = f"--{name.strip().lstrip('-') or 'dotted.path'}={text or 'VALUE'}"
         message = describe("not an override", expected="--dotted.path=value, in one word", do=f"write {right}")
         problems.append(Problem(origin=origin, message=message))
@@ -195,13 +195,13 @@ def _overlay(node: Located, path: FieldPath, value: Located, above: FieldPath = 
 
 @functools.cache
 def _adapter() -> TypeAdapter[tuple[RunConfig]]:
-    # A plain dataclass takes its pydantic configuration from what holds it, at every depth. The tuple is there to hold
-    # one: pydantic accepts no configuration beside a bare dataclass, and the schema is not to know pydantic.
+    # A plain dataclass takes its pydantic configuration from its container, at every depth. The tuple is that container:
+    # pydantic accepts no configuration together with a bare dataclass, and the schema does not depend on pydantic.
     return TypeAdapter(tuple[RunConfig], config=ConfigDict(extra="forbid", strict=True))
 
 
 def _fit(node: Located, hint: Any) -> Located:
-    """Undo what YAML could not know about the schema.
+    """Convert what YAML reads without knowing the schema.
 
     A block whose lines are all commented out reads as null and means an empty block. A number in a field of text (a
     directory named 10, or 1e5) is that text as written.
@@ -220,9 +220,9 @@ def _fit(node: Located, hint: Any) -> Located:
 
 
 def _validate(root: Located) -> tuple[RunConfig | None, list[tuple[FieldPath, Problem]]]:
-    """Build the configuration; or say which fields are unknown or have a wrong type, each with its path."""
-    # Through JSON, because that is where pydantic's strict mode still makes dataclasses from mappings and tuples from
-    # lists while "10" is no int and true is no number.
+    """Build the configuration, or return a problem with its path for each unknown field and each wrong type."""
+    # Through JSON, because there pydantic's strict mode makes dataclasses from mappings and tuples from lists, and still
+    # refuses "10" for an int and true for a number.
     text = json.dumps([root.plain()])
     try:
         return _adapter().validate_json(text)[0], []
@@ -231,7 +231,7 @@ def _validate(root: Located) -> tuple[RunConfig | None, list[tuple[FieldPath, Pr
 
 
 def _explain(root: Located, kind: str, loc: tuple[str | int, ...]) -> tuple[FieldPath, Problem]:
-    """Put one of pydantic's errors into our words."""
+    """Translate one of pydantic's errors into a problem."""
     node, reached = root, 0
     while reached < len(loc):
         part = loc[reached]

@@ -1,7 +1,7 @@
-"""Reads YAML into a tree that still knows where every value was written.
+"""Reads YAML into a tree that records where every value was written.
 
 Scalars follow YAML 1.1 as PyYAML reads it, except for numbers: those follow YAML 1.2, because a learning rate written
-``3e-4`` is a number to everyone but YAML 1.1, and ``010`` or ``12:30`` silently become 8 and 750 there. Here a leading
+``3e-4`` is a number except in YAML 1.1, and ``010`` or ``12:30`` silently become 8 and 750 there. Here a leading
 zero or a colon leaves text. Dates stay text, keys are text as written, and a tag that would build anything but plain
 data is refused.
 """
@@ -20,10 +20,10 @@ import yaml
 from hyper_resume.errors import describe
 
 MAX_DEPTH = 64
-"""Deepest nesting that is read; far above any configuration, below what the validator and Python's stack take."""
+"""Deepest nesting that is read: far above any configuration, below the limits of the validator and of Python's stack."""
 
 MAX_NODES = 100_000
-"""Most values that a file may unfold to. A few lines of aliases of aliases make billions."""
+"""Most values that a file may expand to. A few lines of aliases of aliases expand to billions."""
 
 _TAG = "tag:yaml.org,2002:"
 _SCALAR_TAGS = frozenset(_TAG + name for name in ("null", "bool", "int", "float", "str"))
@@ -120,8 +120,8 @@ ConfigLoader.add_implicit_resolver(
 def read_file(path: str | Path) -> tuple[Located, list[Problem]]:
     """Read a YAML file whose top level is a mapping.
 
-    Never raises for a bad file: what can't be used is left out and listed, so that one run of the program shows every
-    mistake. An empty file is an empty mapping.
+    Never raises for a bad file: what can't be used is left out and reported, so that one run of the program shows
+    every mistake. An empty file is an empty mapping.
 
     Returns:
         The tree, and the problems found in it.
@@ -154,7 +154,7 @@ def parse_value(text: str, origin: str) -> tuple[Located, list[Problem]]:
 
 
 def _unreadable(path: str | Path, error: OSError | ValueError) -> Problem:
-    """Say why a file could not be opened."""
+    """The problem of a file that could not be opened."""
     if isinstance(error, FileNotFoundError):
         message = describe("the file does not exist", do="check the path; it is relative to the working directory")
     elif isinstance(error, IsADirectoryError):
@@ -189,7 +189,7 @@ def _read_text(text: str, origin_of: Callable[[int], str]) -> tuple[Located, lis
 
 
 def _too_deep() -> str:
-    """The message for a tree that no configuration needs."""
+    """The message for a tree that is nested too deeply."""
     return describe("nested too deeply", expected=f"at most {MAX_DEPTH} levels")
 
 
@@ -202,7 +202,7 @@ class _TreeBuilder:
         self._origin_of = origin_of
         self._built: dict[int, Located] = {}
         self._open: set[int] = set()
-        # How much each node unfolds to, references followed; by identity, as the nodes live as long as this does.
+        # The number of values that each node expands to, by identity: the nodes live as long as this object.
         self._sizes: dict[int, int] = {}
 
     def find_duplicate_keys(self, root: yaml.Node) -> None:
@@ -225,7 +225,7 @@ class _TreeBuilder:
         """Build one node; a node that several aliases name is built once."""
         if self._size(node) > MAX_NODES:
             return self._refuse(
-                node, describe("aliases that unfold without end", expected=f"at most {MAX_NODES} values")
+                node, describe("aliases expand to too many values", expected=f"at most {MAX_NODES} values")
             )
         if id(node) in self._built:
             return self._built[id(node)]
@@ -248,9 +248,9 @@ class _TreeBuilder:
         return built
 
     def _size(self, node: yaml.Node) -> int:
-        """How many values a node stands for, at most ``MAX_NODES`` + 1; a merge counts as often as it is written."""
+        """The number of values that a node expands to, at most ``MAX_NODES`` + 1; a merge counts as often as it is written."""
         if id(node) not in self._sizes:
-            self._sizes[id(node)] = 1  # what it is inside of itself, which ``build`` refuses
+            self._sizes[id(node)] = 1  # for a node inside of itself, which ``build`` refuses
             size = 1
             if isinstance(node, yaml.CollectionNode):
                 for part in node.value:
@@ -296,7 +296,7 @@ class _TreeBuilder:
 def _number(tag: str, text: str) -> int | float | None:
     """Read a number; None for a tag that is no number's.
 
-    PyYAML's own functions would bring back octals and base 60.
+    PyYAML's own functions would read octals and base 60.
     """
     if tag == _TAG + "int":
         return int(text)

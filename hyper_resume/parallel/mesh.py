@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -70,11 +71,16 @@ def mesh_sizes(accelerator: AcceleratorConfig, world_size: int) -> tuple[int, in
 
 
 def _advice(tp_size: int, dp_size: int, world_size: int) -> str:
+    """Settings that fit this number of processes whatever the other field is, and the number of processes that fits these."""
     start = f"start {dp_size * tp_size} processes"
     if world_size % tp_size == 0:
         return f"set accelerator.dp_shard_size={world_size // tp_size} (or -1), or {start}"
-    divisors = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
-    return f"set accelerator.tp_size to one of {', '.join(divisors)}, or {start}"
+    # A model that divides into tp_size parts also divides into a divisor of it.
+    fitting = gcd(tp_size, world_size)
+    return (
+        f"set accelerator.tp_size={fitting} and accelerator.dp_shard_size=-1, "
+        f"or {start} if the model divides into tp_size={tp_size} parts"
+    )
 
 
 def build_mesh(accelerator: AcceleratorConfig, device_type: str, world_size: int) -> ParallelMesh | None:

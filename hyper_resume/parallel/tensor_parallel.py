@@ -173,7 +173,8 @@ def _plan_linear(plan: TensorParallelPlan, name: str, module: nn.Module, style: 
 def _check_divisible(name: str, sizes: Mapping[str, int], tp_size: int) -> None:
     wrong = [f"{size} {what}" for what, size in sizes.items() if size % tp_size]
     if wrong:
-        common = gcd(*sizes.values())
+        # Only divisors of tp_size are sure to divide the number of processes too.
+        common = gcd(tp_size, *sizes.values())
         fitting = [str(size) for size in range(1, common + 1) if common % size == 0]
         raise ConfigError(
             describe(
@@ -181,7 +182,7 @@ def _check_divisible(name: str, sizes: Mapping[str, int], tp_size: int) -> None:
                 where=name,
                 expected=f"multiples of {tp_size}",
                 found=", ".join(wrong),
-                do=f"set accelerator.tp_size to one of {', '.join(fitting)}",
+                do=f"set accelerator.tp_size to one of {', '.join(fitting)} and accelerator.dp_shard_size=-1",
             )
         )
 

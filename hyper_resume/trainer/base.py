@@ -26,8 +26,8 @@ from hyper_resume.trainer.callbacks import (
     ProgressCallback,
     TrajectoryCallback,
 )
-from hyper_resume.trainer.progress import steps_per_epoch
-from hyper_resume.trainer.reading import DirectIter
+from hyper_resume.trainer.direct_iterator import DirectIter
+from hyper_resume.trainer.resume_point import steps_per_epoch
 from hyper_resume.trainer.state import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class BaseTrainer:
-    """Runs epochs of optimizer steps over what it is given, and tells its callbacks.
+    """Runs epochs of optimizer steps and calls its callbacks.
 
     Attributes that callbacks read: ``config``, ``model``, ``optimizer``, ``lr_scheduler``, ``train_dataloader``,
     ``data_iterator`` (None between epochs), ``device``, ``callbacks``, ``state``, ``train_steps`` (planned optimizer steps of
@@ -57,7 +57,7 @@ class BaseTrainer:
         dp_group: dist.ProcessGroup | None = None,
         callbacks: Sequence[Callable[[BaseTrainer], Callback]] = (),
     ) -> None:
-        """Take the built parts.
+        """Take the built components.
 
         Args:
             config: ``training``, ``data``, ``checkpoint`` and ``trajectory`` are read here.
@@ -67,8 +67,8 @@ class BaseTrainer:
             train_dataloader: any sized iterable; a stateful one resumes exactly.
             loss_function: (model, batch) -> the batch's mean loss, a scalar tensor.
             device: where batches are moved; default the CPU.
-            dp_group: ranks over which the loss is averaged; None averages over nothing.
-            callbacks: makers of further callbacks; they run before the checkpointer in every hook.
+            dp_group: ranks over which the loss is averaged; None for a single rank.
+            callbacks: functions that make further callbacks; these run before the checkpointer in every hook.
         """
         self.config = config
         self.model = model
@@ -84,7 +84,7 @@ class BaseTrainer:
         self.train_steps = planned_steps(config, train_dataloader)
         self.start_epoch = 0
         self.start_step = 0
-        # Set once training was preempted, before anything is taken down.
+        # Set once training was preempted, before anything is closed.
         self.is_leaving = False
         self._exhausted = False
         self.callbacks: list[Callback] = []
@@ -101,17 +101,17 @@ class BaseTrainer:
             )
         self.callbacks.extend(make(self) for make in makers)
         if config.checkpoint.save_ckpt or config.checkpoint.restore_from is not None:
-            # After these, so that nothing that another callback draws in its hook comes after the random streams are restored.
+            # After these, so that no other callback draws random numbers in its hook after the random streams are restored.
             checkpointer = CheckpointerCallback(self)
             self.callbacks.append(checkpointer)
             if config.checkpoint.save_ckpt and config.checkpoint.preemption_signals:
-                # Behind it, because a step edge is where every other callback has seen the step. It draws nothing.
+                # Last, so that every other callback has processed the step. It draws no random numbers.
                 self.callbacks.append(PreemptionCallback(self, checkpointer))
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train from the start, or from where the checkpoint left off, to the planned step.
+        """Train from the start, or from the restored checkpoint, to the planned step.
 
         Raises:
             TrainingIncompleteError: the data ended before the planned step.
@@ -127,8 +127,8 @@ class BaseTrainer:
                 self.start_epoch,
                 self.num_train_epochs,
             )
-            self._warn_of_another_horizon()
-            if self._owes_an_epoch_end():
+            self._warn_of_other_epoch_length()
+            if self._epoch_end_is_missing():
                 self._end_epoch()
             for epoch in range(self.start_epoch, self.num_train_epochs):
                 if self.state.global_step >= self.train_steps:
@@ -148,8 +148,8 @@ class BaseTrainer:
                 )
             )
 
-    def _warn_of_another_horizon(self) -> None:
-        """Say so when the epochs that are left do not end at the planned step, because an epoch has another length now."""
+    def _warn_of_other_epoch_length(self) -> None:
+        """Warn when the remaining epochs do not end at the planned step, because an epoch has another length now."""
         if self.config.training.max_steps is not None or self.start_epoch >= self.num_train_epochs:
             return
         left = (self.num_train_epochs - self.start_epoch) * steps_per_epoch(self) - self.start_step
@@ -163,8 +163,8 @@ class BaseTrainer:
                 self.train_steps,
             )
 
-    def _owes_an_epoch_end(self) -> bool:
-        """True after a restore of what was saved between an epoch's last step and its ``on_epoch_end``."""
+    def _epoch_end_is_missing(self) -> bool:
+        """True after a restore of a save that was made between an epoch's last step and its ``on_epoch_end``."""
         state = self.state
         at_boundary = self.start_step == 0 and self.start_epoch == state.epoch + 1
         return state.global_step > 0 and at_boundary and not state.epoch_ended
@@ -175,10 +175,10 @@ class BaseTrainer:
         set_epoch = getattr(self.train_dataloader, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        # Asked before the iterator is made, because a prefetching one moves the loader at once.
+        # Read before the iterator is made, because a prefetching one advances the loader at once.
         self.state.batch_index = self._batches_consumed(epoch) - 1
         resumed = epoch == self.start_epoch and self.state.global_step > 0
-        # What a foreign loader draws when its iterator is made was drawn once already, before the checkpoint.
+        # The random numbers that a foreign loader draws for its iterator were drawn once already, before the checkpoint.
         streams = collect_rng(self.device.type) if resumed else {}
         self.data_iterator = self._open_iterator()
         if resumed and self.start_step > 0:
@@ -187,8 +187,8 @@ class BaseTrainer:
         try:
             trained = self._train_windows()
             if resumed and not trained and self.start_step == 0:
-                # A foreign loader that was saved after an epoch's last batch comes back exhausted: that pass was the
-                # finished epoch's, the next one is this epoch's.
+                # A foreign loader that was saved after an epoch's last batch is restored as exhausted: this pass was the
+                # finished epoch's, and the next one is the new epoch's.
                 self.data_iterator.close()
                 apply_rng(streams, self.device.type)
                 self.data_iterator = self._open_iterator()
@@ -200,7 +200,7 @@ class BaseTrainer:
             self.data_iterator = None
 
     def _batches_consumed(self, epoch: int) -> int:
-        """How many micro-batches of ``epoch`` the loader has behind it; a loader without the number is taken by our count."""
+        """How many micro-batches of ``epoch`` the loader has delivered; counted here for a loader without that number."""
         consumed: int | None = getattr(self.train_dataloader, "batches_consumed", None)
         if consumed is not None:
             return consumed
@@ -210,7 +210,7 @@ class BaseTrainer:
     def _open_iterator(self) -> HyperIter | DirectIter:
         data = self.config.data
         if not self.config.checkpoint.save_ckpt and not data.use_background_prefetcher:
-            # Noting the position with every batch is what a save needs.
+            # Only a save needs the position of every batch.
             return DirectIter(self.train_dataloader)
         return HyperIter(
             self.train_dataloader,
@@ -219,7 +219,7 @@ class BaseTrainer:
         )
 
     def _train_windows(self) -> int:
-        """Step until the epoch's data or the planned steps are used up; returns how many steps that took."""
+        """Train until the epoch's data or the planned steps end; returns the number of steps."""
         before = self.state.global_step
         self._exhausted = False
         while self.state.global_step < self.train_steps:
@@ -231,7 +231,7 @@ class BaseTrainer:
         return self.state.global_step - before
 
     def _end_epoch(self) -> None:
-        # Before the hooks: what is saved in them is saved behind the epoch's end.
+        # Before the hooks: a save in them is a save after the epoch's end.
         self.state.epoch_ended = True
         self._dispatch("on_epoch_end")
 
@@ -252,7 +252,7 @@ class BaseTrainer:
         return batches
 
     def _epoch_is_over(self) -> bool:
-        """By the data's end, or, when ``max_steps`` came first, by the count of batches."""
+        """Whether the data ended, or, when ``max_steps`` came first, all batches were counted."""
         if self._exhausted:
             return True
         try:
@@ -276,7 +276,7 @@ class BaseTrainer:
         self.state.seconds = time.perf_counter() - started
 
     def _backward(self, batches: list[Any]) -> torch.Tensor:
-        """Add the window's gradients up; returns its mean loss in float32, detached."""
+        """Accumulate the gradients of the micro-batches; returns their mean loss in float32, detached."""
         if self.config.training.gradient_accumulation_steps == 1:
             (batch,) = batches
             loss = self._loss(batch)
@@ -294,24 +294,24 @@ class BaseTrainer:
         moved = _to_device(batch, self.device)
         bf16, device = self.config.training.bf16, self.device.type
         if not bf16 and not torch.is_autocast_enabled(device):
-            # There is nothing to switch on, and no autocast around the training to switch off.
+            # No autocast to enable, and none around the training to disable.
             return self.loss_function(self.model, moved)
         with torch.autocast(device, dtype=torch.bfloat16, enabled=bf16):
             return self.loss_function(self.model, moved)
 
     def _clip(self) -> torch.Tensor | float:
-        """Clip the gradients and return their norm before that; NaN where nothing clips and nobody looks at it."""
+        """Clip the gradients and return their norm before clipping; NaN where nothing clips and no callback reads it."""
         max_norm = self.config.training.max_grad_norm
         if max_norm is None and all(isinstance(callback, ProgressCallback) for callback in self.callbacks):
             return math.nan
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if max_norm is None or any(isinstance(parameter, DTensor) for parameter in parameters):
             return clip_grad_norm(parameters, max_norm)
-        # The same bits, with one multiplication for all gradients instead of one for each.
+        # The same result bit for bit, with one multiplication for all gradients instead of one for each.
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def _sync_gradients(self, last: bool) -> None:
-        """FSDP2 reduces gradients once a step, not once a micro-batch."""
+        """Let FSDP2 reduce gradients once per step, not once per micro-batch."""
         toggle = getattr(self.model, "set_requires_gradient_sync", None)
         if toggle is not None:
             toggle(last)
@@ -329,12 +329,12 @@ class BaseTrainer:
             getattr(callback, hook)(self.state)
 
     def _dispatch_exception(self) -> None:
-        """Every callback hears of the error, whatever another one does: the last of them lets the save in flight finish."""
+        """Call every callback, also after one has failed: the checkpointer waits for the save in flight here."""
         for callback in self.callbacks:
             try:
                 callback.on_exception(self.state)
             except Exception:
-                logger.exception("%s failed while training was broken off", type(callback).__name__)
+                logger.exception("%s failed while training was stopping", type(callback).__name__)
 
 
 def planned_steps(config: RunConfig, train_dataloader: Any) -> int:
@@ -351,7 +351,7 @@ def planned_steps(config: RunConfig, train_dataloader: Any) -> int:
     except TypeError:
         raise ConfigError(
             describe(
-                "the number of steps can't be planned",
+                "the number of steps is unknown",
                 where="training.max_steps",
                 expected="a number, because the dataloader has no length",
                 found="null",

@@ -1,4 +1,4 @@
-"""What of a trainer goes into a checkpoint, and what a load fills.
+"""The state of a trainer that a checkpoint holds, and the destination that a load fills.
 
 Works on any object with ``model``, ``optimizer``, ``lr_scheduler``, ``train_dataloader`` and ``state`` (specification 5.2);
 ``optimizer`` and ``lr_scheduler`` may be one object or a list. ``data_iterator``, ``callbacks`` and ``device`` are used where
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 CheckpointEntries = Mapping[str, torch.Tensor | None]
 
-# The parts of the training state that a restore asks for, whatever this run itself will write.
+# The entries of the training state that a restore requires, whatever this run itself saves.
 EXTRA_STATE_SKELETON: Mapping[str, None] = dict.fromkeys(
     ("global_step", "epoch", "lr_scheduler", "train_dataloader", "stateful", "rng_state")
 )
@@ -74,10 +74,10 @@ def make_destination(
     """Return the payload that a load fills: the live model, and optimizer state as the checkpoint holds it.
 
     Args:
-        trainer: whose model and optimizers.
-        config: which buckets.
-        entries: what the checkpoint holds (``CheckpointerBase.describe``); None where the backend can't say.
-        path: for messages.
+        trainer: provides the model and the optimizers.
+        config: which buckets to restore.
+        entries: the entries of the checkpoint (``CheckpointerBase.describe``); None where the backend does not provide them.
+        path: the checkpoint, for messages.
 
     Raises:
         CheckpointMismatchError: a trainable parameter is missing from an adapter checkpoint, or the optimizer state belongs
@@ -95,7 +95,7 @@ def make_destination(
 def _optimizer_destination(trainer: Any, entries: CheckpointEntries | None, path: str) -> dict[str, Any]:
     optimizers, names = flatten_optimizers(trainer.optimizer), parameter_names(trainer.model)
     if entries is None:
-        # A backend that can't say what it holds fills only what exists, so the state is created first.
+        # A backend that does not list its entries fills only existing tensors, so the state is created first.
         for optimizer in optimizers:
             initialize_optimizer_state(optimizer)
         primed: dict[str, Any] = _cloned(collect_optimizers(optimizers, names))
@@ -114,7 +114,7 @@ def _cloned(value: Any) -> Any:
 
 
 def stateful_of(trainer: Any) -> dict[str, Any]:
-    """Return name -> whatever else the trainer holds that has a state."""
+    """Return name -> every other stateful object of the trainer."""
     known = [
         trainer.model,
         trainer.train_dataloader,
@@ -127,7 +127,7 @@ def stateful_of(trainer: Any) -> dict[str, Any]:
 
 
 def reachable_optimizers(optimizer: Any) -> list[Any]:
-    """The plain optimizers behind ``optimizer``; none behind an unknown wrapper, which may be there when it isn't saved."""
+    """The plain optimizers behind ``optimizer``; none for an unknown wrapper, which is allowed where it isn't saved."""
     try:
         return flatten_optimizers(optimizer)
     except UnsupportedError:
@@ -135,7 +135,7 @@ def reachable_optimizers(optimizer: Any) -> list[Any]:
 
 
 def device_type(trainer: Any) -> str:
-    """Return cpu, cuda or npu: where the trainer computes."""
+    """Return the trainer's device type: cpu, cuda or npu."""
     device = getattr(trainer, "device", None)
     if device is None:
         device = next((parameter.device for parameter in trainer.model.parameters()), "cpu")
@@ -143,14 +143,14 @@ def device_type(trainer: Any) -> str:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list of none, one or several."""
+    """Return ``value`` as a list: empty for None."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _require_adapters(wanted: Mapping[str, Any], entries: Mapping[str, Any], path: str) -> None:
-    """An adapter checkpoint needs no base weights, but every trainable parameter."""
+    """Refuse an adapter checkpoint that lacks a trainable parameter; base weights it may lack."""
     missing = sorted(name for name in wanted if f"model.{name}" not in entries)
     if missing:
         raise CheckpointMismatchError(

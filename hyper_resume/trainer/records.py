@@ -1,4 +1,4 @@
-"""What a run writes down about its saves and its restore, beside the trajectory and beside the checkpoints."""
+"""Records of a run's saves, next to the trajectory, and of its restore, next to the checkpoints too."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CERTIFICATES = "certificates"
 
 
 class SaveRecords:
-    """Appends one JSON line an event to ``<directory>/saves_rank_{R}.jsonl``; events may come from any thread.
+    """Appends one JSON line per event to ``<directory>/saves_rank_{R}.jsonl``; events may come from any thread.
 
     A line has the fields of :class:`~hyper_resume.checkpoint.base.SaveEvent`: ``state`` (staged, written, durable, failed),
     ``global_step``, ``path``, ``seconds`` since the call and ``at`` (UTC).
     """
 
     def __init__(self, directory: Path) -> None:
-        """Make nothing yet: a run that saves nothing leaves nothing."""
+        """Create nothing yet: a run that saves nothing leaves no file."""
         self._path = directory / f"saves_rank_{collective.rank()}.jsonl"
         self._lock = threading.Lock()
         self._prepared = False
@@ -44,7 +44,7 @@ class SaveRecords:
 
 
 def prepare_lines(path: Path) -> None:
-    """Make the directory, and drop a line that an earlier process was killed in the middle of."""
+    """Create the directory, and drop an incomplete last line, left by a process that was killed while it wrote."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         content = path.read_bytes()
@@ -56,7 +56,7 @@ def prepare_lines(path: Path) -> None:
 def store_certificate(certificate: Certificate, directories: Iterable[Path]) -> None:
     """Write ``<directory>/certificates/global_step_N.<UTC stamp>.json`` for each of ``directories``.
 
-    One that can't be written is logged: the restore itself has succeeded.
+    A failure to write is logged only: the restore itself has succeeded.
     """
     stamp = "".join(letter for letter in certificate.created_at.removesuffix("+00:00") if letter.isalnum()) + "Z"
     name = f"global_step_{certificate.global_step}.{stamp}.json"

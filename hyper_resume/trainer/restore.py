@@ -1,6 +1,6 @@
-"""A restore: everything is checked, then applied in the one order that keeps the bits, then measured.
+"""A restore: everything is checked, then applied in the one order that is exact, then verified by digests.
 
-What fails, on any rank, leaves every live object on every rank as it was.
+A failure on any rank leaves every live object on every rank as it was.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hyper_resume.state.optimizer import apply_optimizers, flatten_optimizers, r
 from hyper_resume.state.rng import apply_rng, collect_rng
 from hyper_resume.state.scheduler import apply_schedulers
 from hyper_resume.state.stateful import apply_stateful
-from hyper_resume.trainer.findings import Findings, check_all, is_own_rank
-from hyper_resume.trainer.measure import live_digests, read_digests
+from hyper_resume.trainer.bucket_digests import live_digests, read_digests
+from hyper_resume.trainer.mismatches import Mismatches, find_mismatches, is_own_rank
 from hyper_resume.trainer.payload import (
     EXTRA_STATE_SKELETON,
     as_list,
@@ -34,22 +34,23 @@ from hyper_resume.trainer.payload import (
     reachable_optimizers,
     stateful_of,
 )
-from hyper_resume.trainer.progress import resume_point
+from hyper_resume.trainer.resume_point import resume_point
 
 logger = logging.getLogger(__name__)
 
 
 def restore(trainer: Any, config: CheckpointingConfig, checkpointer: CheckpointerBase, path: str) -> Certificate:
-    """Bring the trainer to where the checkpoint at ``path`` left it; every rank calls it.
+    """Restore the trainer from the checkpoint at ``path``; every rank calls it.
 
-    1. all ranks: the backend reads into buffers of its own; 2. each rank: checks every bucket, and with
-    ``on_mismatch: error`` all ranks refuse what any of them would only be warned of; 3. each rank: applies all but the model's
-    tensors; 4. all ranks: when every one has come so far, the backend fills the live model; 5. each rank: model hooks, and the
-    random streams once more, LAST; 6. each rank: digests of the live state against those of what was read.
+    1. all ranks: the backend reads into buffers of its own; 2. each rank: checks every bucket; with ``on_mismatch: error`` a
+    mismatch on any rank is an error on all; 3. each rank: applies everything except the model's tensors; 4. all ranks: once
+    every rank has succeeded so far, the backend fills the live model; 5. each rank: runs the model's load hooks, then restores
+    the random streams once more, LAST; 6. each rank: compares digests of the live state with those of what was read.
 
     Raises:
-        CheckpointMismatchError: parts don't fit, or ``on_mismatch: error`` and the restore would not be, or was not, exact.
-        CheckpointNotFoundError: what is asked for is not there.
+        CheckpointMismatchError: the checkpoint does not fit, or ``on_mismatch: error`` and the restore would not be, or was
+            not, exact.
+        CheckpointNotFoundError: a required part of the checkpoint is missing.
     """
     undo = ExitStack()
     _remember_streams(trainer, undo)
@@ -59,7 +60,9 @@ def restore(trainer: Any, config: CheckpointingConfig, checkpointer: Checkpointe
         try:
             undo.close()
         except Exception:
-            logger.exception("not everything could be taken back after the failed restore")
+            logger.exception(
+                "the restore failed, and not everything could be rolled back: this process must not train on"
+            )
         raise
     return certificate
 
@@ -81,7 +84,7 @@ class _Restore:
         self._path = path
         self._undo = undo
         self._destination: dict[str, Any] = {}
-        self._findings: Findings | None = None
+        self._findings: Mismatches | None = None
         self._digests: Mapping[str, str] = {}
         self._entries: Mapping[str, Any] | None = None
 
@@ -93,7 +96,7 @@ class _Restore:
         self._destination = collective.on_all_ranks(
             lambda: make_destination(trainer, config, self._entries, self._path)
         )
-        checkpointer.check_loaded = self._accept
+        checkpointer.check_loaded = self._check_and_apply
         try:
             extra_state = checkpointer.load(
                 self._path,
@@ -104,10 +107,10 @@ class _Restore:
         finally:
             checkpointer.check_loaded = None
         if self._findings is None:
-            # A backend without buffers has written to the live model by now; all else is still as it was.
-            collective.on_all_ranks(lambda: self._accept(self._destination, extra_state))
+            # A backend without buffers has written to the live model by now; everything else is unchanged.
+            collective.on_all_ranks(lambda: self._check_and_apply(self._destination, extra_state))
         collective.on_all_ranks(lambda: self._finish(extra_state))
-        parts = collective.on_all_ranks(lambda: self._measure(extra_state))
+        parts = collective.on_all_ranks(lambda: self._judge_buckets(extra_state))
         gathered = collective.all_gather(parts)
         certificate = self._certificate(tuple(part for index in range(len(parts)) for part in _column(gathered, index)))
         if config.on_mismatch == "error" and not certificate.is_exact:
@@ -118,21 +121,21 @@ class _Restore:
 
     # ---- before the live model is written ---------------------------------------------------------------------------
 
-    def _accept(self, read: Mapping[str, Any], extra_state: Mapping[str, Any]) -> None:
-        """Check what was read; if it will do, apply all of it but the model's tensors."""
+    def _check_and_apply(self, read: Mapping[str, Any], extra_state: Mapping[str, Any]) -> None:
+        """Check what was read, then apply all of it except the model's tensors."""
         payload = _overlay(self._destination, read)
-        findings = check_all(self._trainer, self._config, self._entries, payload, extra_state, self._path)
-        if self._config.on_mismatch == "error" and findings.all_reasons():
-            raise _refusal(self._path, findings.all_reasons())
-        for reason in findings.to_warn:
+        mismatches = find_mismatches(self._trainer, self._config, self._entries, payload, extra_state, self._path)
+        if self._config.on_mismatch == "error" and mismatches.all_reasons():
+            raise _refusal(self._path, mismatches.all_reasons())
+        for reason in mismatches.unlogged:
             logger.warning("%s", reason)
         self._digests = read_digests(self._trainer, payload, extra_state)
         self._apply(payload, extra_state)
-        self._findings = findings
+        self._findings = mismatches
 
     def _apply(self, payload: Mapping[str, Any], extra_state: Mapping[str, Any]) -> None:
-        """Optimizer; scheduler (it writes the groups' lr); progress; data position (before the iterator exists); anything
-        else with a state; random streams.
+        """Apply in this order: optimizer; scheduler (it writes the groups' lr); progress; data position (before the iterator
+        exists); other stateful objects; random streams.
         """
         trainer, config, undo = self._trainer, self._config, self._undo
         names = parameter_names(trainer.model)
@@ -165,26 +168,26 @@ class _Restore:
     def _finish(self, extra_state: Mapping[str, Any]) -> None:
         apply_model(self._trainer.model, self._destination["model"], strict=not self._config.is_peft)
         if self._config.restore_train_state:
-            # Once more, and last: a load hook may have drawn.
+            # Once more, and last: a load hook may have drawn random numbers.
             self._apply_streams(extra_state)
 
-    def _measure(self, extra_state: Mapping[str, Any]) -> list[BucketCertificate]:
-        """Judge every bucket of this rank. Looking must not move a stream, whatever a foreign ``state_dict`` does."""
-        findings = self._findings
-        assert findings is not None  # _accept has run
+    def _judge_buckets(self, extra_state: Mapping[str, Any]) -> list[BucketCertificate]:
+        """Judge every bucket of this rank, without moving a random stream, whatever a foreign ``state_dict`` does."""
+        mismatches = self._findings
+        assert mismatches is not None  # _check_and_apply has run
         kind = device_type(self._trainer)
         streams = collect_rng(kind)
         try:
             live = live_digests(self._trainer, self._destination, extra_state, self._digests)
         finally:
             apply_rng(streams, kind)
-        saved = self._evidence()
+        saved = self._storage_digests()
         return [
             certify_bucket(
                 bucket=bucket,
                 rank=collective.rank(),
-                absent=findings.absent.get(bucket, ""),
-                reasons=findings.reasons.get(bucket, ()),
+                absent=mismatches.absent.get(bucket, ""),
+                reasons=mismatches.reasons.get(bucket, ()),
                 saved=saved.get(bucket),
                 loaded=self._digests.get(bucket),
                 live=live.get(bucket),
@@ -192,8 +195,8 @@ class _Restore:
             for bucket in BUCKETS
         ]
 
-    def _evidence(self) -> dict[str, tuple[str, str]]:
-        """Return bucket -> the storage's own digests at the save and of what was read, of buckets that were read whole."""
+    def _storage_digests(self) -> dict[str, tuple[str, str]]:
+        """Return bucket -> the backend's digests (at the save, of what was read), for buckets that were read completely."""
         report = self._checkpointer.last_load
         if report is None:
             return {}
@@ -229,7 +232,7 @@ def _remember_attributes(owner: Any, names: tuple[str, ...], undo: ExitStack) ->
 
 
 def _overlay(structure: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``structure`` with the leaves that were read; what was not read keeps its place and value."""
+    """Return ``structure`` with the leaves that were read; leaves that were not read keep their value."""
     result = dict(structure)
     for key, value in leaves.items():
         own = structure.get(key)
@@ -245,6 +248,6 @@ def _refusal(path: str, reasons: list[str]) -> CheckpointMismatchError:
             where=path,
             expected="every bucket as it was saved",
             found="; ".join(reasons),
-            do="resume as the run was saved, or set checkpoint.on_mismatch=warn to go on with these differences",
+            do="resume with the settings of the save, or set checkpoint.on_mismatch=warn to accept these differences",
         )
     )

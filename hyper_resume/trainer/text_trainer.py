@@ -1,4 +1,4 @@
-"""Causal language models on text: builds every part from the configuration and hands them to BaseTrainer."""
+"""Causal language models on text: builds all components from the configuration and passes them to BaseTrainer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class TextTrainer:
     """Composes a :class:`BaseTrainer` (``.base``), which owns the loop and the hooks.
 
-    The order of building matters for equal bits: one seed for all ranks while the model is made, so that every rank shards
-    the same weights; then each rank's own streams for training.
+    The order of building matters for bitwise equality: one seed for all ranks while the model is made, so that every rank
+    shards the same weights; then each rank's own streams for training.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -37,7 +37,7 @@ class TextTrainer:
         self.device: DeviceContext = resolve_device(config.accelerator.device)
         self.mesh: ParallelMesh | None = build_mesh(config.accelerator, self.device.type, collective.world_size())
         torch.use_deterministic_algorithms(config.training.deterministic, warn_only=True)
-        # What may fail on one rank only (a folder that one node lacks) fails on all, and none waits for it.
+        # An error on one rank (a folder that one node lacks) is raised on all, so that no rank waits for it.
         dataset = collective.on_all_ranks(lambda: build_text_dataset(config.data))
         model = self._build_model(dataset.vocab_size)
         loader = self._build_loader(dataset)
@@ -84,10 +84,10 @@ class TextTrainer:
         )
 
     def _seed_this_rank(self) -> None:
-        """Give this rank's data-parallel place its own streams.
+        """Give each data-parallel rank its own random streams.
 
         Ranks that share a sample by tensor parallelism share the seed too: they must drop the same activations, and a
-        dataset that draws numbers must hand them the same sample.
+        dataset that draws random numbers must give them the same sample.
         """
         dp_rank = 0 if self.mesh is None else self.mesh.dp_rank
         seed_everything(self.config.training.seed + 1 + dp_rank, self.device.type)

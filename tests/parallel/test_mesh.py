@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ import torch.distributed as dist
 from hyper_resume.config.schema import AcceleratorConfig
 from hyper_resume.errors import ConfigError, UnsupportedError
 from hyper_resume.parallel import build_mesh, mean_over_group
+from hyper_resume.parallel.mesh import mesh_sizes
 from tests.ranks import run_ranks
 
 
@@ -54,8 +58,8 @@ def test_a_single_process_needs_no_mesh() -> None:
     ("accelerator", "world_size", "message"),
     [
         (AcceleratorConfig(tp_size=2, dp_shard_size=4), 4, r"= 4.*dp_shard_size=4, tp_size=2: 8 places.*=2 \(or -1\)"),
-        (AcceleratorConfig(tp_size=3), 4, r"tp_size=3: 3 places.*tp_size to one of 1, 2, 4, or start 3 processes"),
-        (AcceleratorConfig(tp_size=2), 1, r"tp_size to one of 1, or start 2 processes"),
+        (AcceleratorConfig(tp_size=3), 4, r"tp_size=3: 3 places.*tp_size=1 and .*dp_shard_size=-1, or start 3 "),
+        (AcceleratorConfig(tp_size=2), 1, r"tp_size=1 and .*dp_shard_size=-1, or start 2 processes"),
         (AcceleratorConfig(tp_size=0), 4, r"accelerator\.tp_size.*0"),
         (AcceleratorConfig(dp_shard_size=0), 4, r"accelerator\.dp_shard_size.*0"),
         (AcceleratorConfig(dp_shard_size=-2), 4, r"accelerator\.dp_shard_size.*-2"),
@@ -64,6 +68,33 @@ def test_a_single_process_needs_no_mesh() -> None:
 def test_sizes_that_do_not_fit_say_what_to_set(accelerator: AcceleratorConfig, world_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_mesh(accelerator, "cpu", world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 6, 8])
+def test_the_advice_works_when_it_is_followed(world_size: int) -> None:
+    followed = 0
+    for tp_size in range(1, 7):
+        for dp_shard_size in (-1, 1, 2, 3, 4, 6):
+            given = AcceleratorConfig(tp_size=tp_size, dp_shard_size=dp_shard_size)
+            try:
+                mesh_sizes(given, world_size)
+            except ConfigError as error:
+                _follow(str(error), given, world_size)
+                followed += 1
+    assert followed > 10
+
+
+def _follow(message: str, given: AcceleratorConfig, world_size: int) -> None:
+    """Do each of the two things that the message says, alone."""
+    advice = message.partition("what to do: ")[2]
+    settings, start = advice.split(", or start ")
+    changes = {name: int(value) for name, value in re.findall(r"accelerator\.(\w+)=(-?\d+)", settings)}
+    assert changes
+    mesh_sizes(dataclasses.replace(given, **changes), world_size)
+    if "(or -1)" in settings:
+        mesh_sizes(dataclasses.replace(given, dp_shard_size=-1), world_size)
+    (processes,) = re.findall(r"^(\d+) processes", start)
+    mesh_sizes(given, int(processes))
 
 
 def test_pipeline_parallelism_is_refused() -> None:

@@ -18,8 +18,8 @@ from hyper_resume.state.certificate import BUCKETS, Certificate, read_certificat
 from hyper_resume.trainer.callbacks import CheckpointerCallback
 from tests.checkpoint.directories import forget_manifest
 from tests.ranks import run_ranks
-from tests.trainer.duck import make_duck, train_duck
-from tests.trainer.parts import run_config, seed_streams, train
+from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
+from tests.trainer.tiny_training import run_config, seed_streams, train
 
 pytestmark = pytest.mark.xdist_group("certificates")
 
@@ -76,7 +76,7 @@ def test_a_start_from_scratch_has_no_certificate(tmp_path: Path) -> None:
 
 
 def test_what_was_not_asked_for_is_absent(five_steps: Path, tmp_path: Path) -> None:
-    trainer = make_duck(
+    trainer = make_custom_trainer(
         tmp_path, restore_from=str(five_steps / "global_step_5"), restore_optimizer=False, restore_train_state=False
     )
     CheckpointerCallback(trainer).on_train_begin()
@@ -87,14 +87,14 @@ def test_what_was_not_asked_for_is_absent(five_steps: Path, tmp_path: Path) -> N
 
 def test_reordered_parameter_groups_come_back_exactly(tmp_path: Path) -> None:
     def make(order: int, **checkpoint: Any) -> Any:
-        trainer = make_duck(tmp_path, **checkpoint)
+        trainer = make_custom_trainer(tmp_path, **checkpoint)
         parameters = list(trainer.model.parameters())
         groups = [{"params": parameters[:2], "lr": 0.01}, {"params": parameters[2:], "lr": 0.02}][::order]
         trainer.optimizer = torch.optim.AdamW(groups)
         trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1 / (1 + step))
         return trainer
 
-    train_duck(make(1), until_step=3)
+    train_custom_trainer(make(1), until_step=3)
     CheckpointerCallback(make(-1, restore_from="LATEST", on_mismatch="error")).on_train_begin()
     (certificate,) = _stored(tmp_path)
     assert _verdicts(certificate)["optimizer"] == _verdicts(certificate)["lr_scheduler"] == "exact"
@@ -114,15 +114,15 @@ class Forgets:
 
 
 def _saved_with_a_count(folder: Path) -> None:
-    trainer = make_duck(folder)
+    trainer = make_custom_trainer(folder)
     trainer.counter = Forgets()
     trainer.counter.count = 4
-    train_duck(trainer, until_step=2)
+    train_custom_trainer(trainer, until_step=2)
 
 
 def test_an_object_that_does_not_take_its_state_back_is_found_by_measuring(tmp_path: Path) -> None:
     _saved_with_a_count(tmp_path)
-    trainer = make_duck(tmp_path, restore_from="LATEST")
+    trainer = make_custom_trainer(tmp_path, restore_from="LATEST")
     trainer.counter = Forgets()
     CheckpointerCallback(trainer).on_train_begin()
     (certificate,) = _stored(tmp_path)
@@ -134,7 +134,7 @@ def test_an_object_that_does_not_take_its_state_back_is_found_by_measuring(tmp_p
 
 def test_with_error_a_restore_that_was_not_exact_is_refused(tmp_path: Path) -> None:
     _saved_with_a_count(tmp_path)
-    trainer = make_duck(tmp_path, restore_from="LATEST", on_mismatch="error")
+    trainer = make_custom_trainer(tmp_path, restore_from="LATEST", on_mismatch="error")
     trainer.counter = Forgets()
     with pytest.raises(CheckpointMismatchError, match="stateful: the live state after the restore differs"):
         CheckpointerCallback(trainer).on_train_begin()
@@ -142,9 +142,9 @@ def test_with_error_a_restore_that_was_not_exact_is_refused(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_without_manifest_is_certified_by_what_was_read(tmp_path: Path) -> None:
-    train_duck(make_duck(tmp_path), until_step=2)
+    train_custom_trainer(make_custom_trainer(tmp_path), until_step=2)
     forget_manifest(tmp_path / "global_step_2")
-    trainer = make_duck(tmp_path / "own", restore_from=str(tmp_path / "global_step_2"))
+    trainer = make_custom_trainer(tmp_path / "own", restore_from=str(tmp_path / "global_step_2"))
     CheckpointerCallback(trainer).on_train_begin()
     (certificate,) = _stored(tmp_path / "own")
     assert certificate.verified == "no manifest"
@@ -161,11 +161,11 @@ def test_looking_moves_no_stream(tmp_path: Path) -> None:
             return {"count": 4}
 
     def make(**checkpoint: Any) -> Any:
-        trainer = make_duck(tmp_path, **checkpoint)
+        trainer = make_custom_trainer(tmp_path, **checkpoint)
         trainer.counter = Draws()
         return trainer
 
-    train_duck(make(save_steps=2, save_epochs=0), until_step=2)
+    train_custom_trainer(make(save_steps=2, save_epochs=0), until_step=2)
     saved = torch.load(tmp_path / "global_step_2" / "extra_state" / "extra_state_rank_0.pt", weights_only=True)
     seed_streams(99)
     CheckpointerCallback(make(restore_from="LATEST")).on_train_begin()
@@ -173,7 +173,7 @@ def test_looking_moves_no_stream(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_load_hook_draws_moves_no_stream(five_steps: Path, tmp_path: Path) -> None:
-    trainer = make_duck(tmp_path, restore_from=str(five_steps / "global_step_5"))
+    trainer = make_custom_trainer(tmp_path, restore_from=str(five_steps / "global_step_5"))
     drawn: list[float] = []
     trainer.model.register_load_state_dict_post_hook(lambda module, keys: drawn.append(float(torch.rand(()))))
     CheckpointerCallback(trainer).on_train_begin()
@@ -186,8 +186,8 @@ def test_a_model_whose_load_hook_draws_moves_no_stream(five_steps: Path, tmp_pat
 
 
 def _save_and_resume(folder: Path) -> None:
-    train_duck(make_duck(folder, save_epochs=0), until_step=3)
-    trainer = make_duck(folder, restore_from="LATEST")
+    train_custom_trainer(make_custom_trainer(folder, save_epochs=0), until_step=3)
+    trainer = make_custom_trainer(folder, restore_from="LATEST")
     if dist.get_rank() == 1:
         trainer.counter = Forgets()
     CheckpointerCallback(trainer).on_train_begin()
@@ -206,11 +206,11 @@ def test_each_rank_has_its_own_line_where_ranks_differ(tmp_path: Path) -> None:
 
 
 def _save(folder: Path) -> None:
-    train_duck(make_duck(folder, save_epochs=0), until_step=3)
+    train_custom_trainer(make_custom_trainer(folder, save_epochs=0), until_step=3)
 
 
 def _resume(folder: Path) -> None:
-    CheckpointerCallback(make_duck(folder, restore_from="LATEST")).on_train_begin()
+    CheckpointerCallback(make_custom_trainer(folder, restore_from="LATEST")).on_train_begin()
 
 
 def test_another_number_of_ranks_is_told_in_the_certificate(tmp_path: Path) -> None:

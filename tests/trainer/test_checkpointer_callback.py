@@ -14,11 +14,17 @@ import pytest
 import torch
 
 from hyper_resume.config import CheckpointingConfig
-from hyper_resume.errors import UnsupportedError
+from hyper_resume.errors import ConfigError, UnsupportedError
 from hyper_resume.optim import ChainedOptimizer
 from hyper_resume.trainer.callbacks import CheckpointerCallback, TrainerState
-from tests.trainer.duck import make_duck, plain_optimizers, saved_entries, saved_extra_state, train_duck
-from tests.trainer.parts import assert_everything_varies, live_state, saved_steps, seed_streams
+from tests.trainer.custom_trainer import (
+    make_custom_trainer,
+    plain_optimizers,
+    saved_entries,
+    saved_extra_state,
+    train_custom_trainer,
+)
+from tests.trainer.tiny_training import assert_everything_varies, live_state, saved_steps, seed_streams
 
 pytestmark = pytest.mark.xdist_group("duck")
 
@@ -32,13 +38,13 @@ def test_a_namespace_trainer_continues_bit_for_bit(
     tmp_path: Path, per_rank: bool, optimizers: int, as_lists: bool
 ) -> None:
     options: dict[str, Any] = {"optimizers": optimizers, "as_lists": as_lists, "save_extra_state_per_rank": per_rank}
-    straight = train_duck(make_duck(tmp_path / "never", save_ckpt=False, **options), until_step=12)
-    train_duck(make_duck(tmp_path / "cut", save_steps=5, save_epochs=0, **options), until_step=6)
+    straight = train_custom_trainer(make_custom_trainer(tmp_path / "never", save_ckpt=False, **options), until_step=12)
+    train_custom_trainer(make_custom_trainer(tmp_path / "cut", save_steps=5, save_epochs=0, **options), until_step=6)
     assert saved_steps(tmp_path / "cut") == [5, 6]
 
-    resumed = make_duck(tmp_path / "cut", restore_from=str(tmp_path / "cut" / "global_step_5"), **options)
+    resumed = make_custom_trainer(tmp_path / "cut", restore_from=str(tmp_path / "cut" / "global_step_5"), **options)
     seed_streams(99)
-    records = train_duck(resumed, until_step=12)
+    records = train_custom_trainer(resumed, until_step=12)
 
     assert records == straight[5:]
     assert [record.global_step for record in records] == list(range(6, 13))
@@ -46,25 +52,25 @@ def test_a_namespace_trainer_continues_bit_for_bit(
 
 
 def test_saving_changes_nothing_in_the_run_that_saves(tmp_path: Path) -> None:
-    without = train_duck(make_duck(tmp_path / "none", save_ckpt=False), until_step=7)
-    assert train_duck(make_duck(tmp_path / "saves", save_steps=1), until_step=7) == without
+    without = train_custom_trainer(make_custom_trainer(tmp_path / "none", save_ckpt=False), until_step=7)
+    assert train_custom_trainer(make_custom_trainer(tmp_path / "saves", save_steps=1), until_step=7) == without
 
 
 def test_one_optimizer_may_come_back_as_a_list_of_one(tmp_path: Path, five_steps: Path) -> None:
-    straight = train_duck(make_duck(tmp_path, save_ckpt=False), until_step=8)
-    resumed = make_duck(five_steps, as_lists=True, restore_from="LATEST", save_ckpt=False)
-    assert train_duck(resumed, until_step=8) == straight[5:]
+    straight = train_custom_trainer(make_custom_trainer(tmp_path, save_ckpt=False), until_step=8)
+    resumed = make_custom_trainer(five_steps, as_lists=True, restore_from="LATEST", save_ckpt=False)
+    assert train_custom_trainer(resumed, until_step=8) == straight[5:]
 
 
 def test_a_chained_optimizer_continues_bit_for_bit(tmp_path: Path) -> None:
     def make(**checkpoint: Any) -> Any:
-        trainer = make_duck(tmp_path / "cut", optimizers=2, **checkpoint)
+        trainer = make_custom_trainer(tmp_path / "cut", optimizers=2, **checkpoint)
         trainer.optimizer = ChainedOptimizer(trainer.optimizer)
         return trainer
 
-    straight = train_duck(make(save_ckpt=False), until_step=9)
-    train_duck(make(), until_step=4)
-    assert train_duck(make(restore_from="LATEST", save_ckpt=False), until_step=9) == straight[4:]
+    straight = train_custom_trainer(make(save_ckpt=False), until_step=9)
+    train_custom_trainer(make(), until_step=4)
+    assert train_custom_trainer(make(restore_from="LATEST", save_ckpt=False), until_step=9) == straight[4:]
 
 
 def test_any_object_with_chained_optimizers_continues_bit_for_bit(tmp_path: Path) -> None:
@@ -83,17 +89,17 @@ def test_any_object_with_chained_optimizers_continues_bit_for_bit(tmp_path: Path
                 member.zero_grad()
 
     def make(**checkpoint: Any) -> Any:
-        trainer = make_duck(tmp_path / "cut", optimizers=2, **checkpoint)
+        trainer = make_custom_trainer(tmp_path / "cut", optimizers=2, **checkpoint)
         trainer.optimizer = Foreign(trainer.optimizer)
         return trainer
 
-    straight = train_duck(make(save_ckpt=False), until_step=7)
-    train_duck(make(), until_step=4)
-    assert train_duck(make(restore_from="LATEST", save_ckpt=False), until_step=7) == straight[4:]
+    straight = train_custom_trainer(make(save_ckpt=False), until_step=7)
+    train_custom_trainer(make(), until_step=4)
+    assert train_custom_trainer(make(restore_from="LATEST", save_ckpt=False), until_step=7) == straight[4:]
 
 
 def test_an_unknown_optimizer_wrapper_is_refused_when_the_callback_is_made(tmp_path: Path) -> None:
-    trainer = make_duck(tmp_path)
+    trainer = make_custom_trainer(tmp_path)
     trainer.optimizer = SimpleNamespace(step=lambda: None)
     with pytest.raises(UnsupportedError, match=r"unknown optimizer wrapper .*SimpleNamespace.*chained_optimizers"):
         CheckpointerCallback(trainer)
@@ -101,7 +107,7 @@ def test_an_unknown_optimizer_wrapper_is_refused_when_the_callback_is_made(tmp_p
 
 def test_an_unknown_optimizer_wrapper_is_welcome_where_its_state_is_neither_saved_nor_restored(tmp_path: Path) -> None:
     def make(**checkpoint: Any) -> Any:
-        trainer = make_duck(tmp_path, save_optimizer=False, restore_optimizer=False, **checkpoint)
+        trainer = make_custom_trainer(tmp_path, save_optimizer=False, restore_optimizer=False, **checkpoint)
         trainer.optimizer = SimpleNamespace(step=trainer.optimizer.step, zero_grad=trainer.optimizer.zero_grad)
         return trainer
 
@@ -120,13 +126,13 @@ def test_an_unknown_optimizer_wrapper_is_welcome_where_its_state_is_neither_save
 
 
 def test_all_six_buckets_come_back_into_fresh_objects(tmp_path: Path) -> None:
-    saved = make_duck(tmp_path, save_epochs=0)
-    train_duck(saved, until_step=8)
+    saved = make_custom_trainer(tmp_path, save_epochs=0)
+    train_custom_trainer(saved, until_step=8)
     before = live_state(saved.model, plain_optimizers(saved))
     moments = [dict(state) for state in saved.optimizer.state.values()]
     assert all(bool(state["exp_avg"].any()) for state in moments)
 
-    fresh = make_duck(tmp_path, restore_from="LATEST")
+    fresh = make_custom_trainer(tmp_path, restore_from="LATEST")
     seed_streams(99)
     CheckpointerCallback(fresh).on_train_begin()
 
@@ -144,12 +150,12 @@ def _draw() -> tuple[float, float, float]:
 
 
 def test_the_next_draw_of_every_stream_is_the_one_that_would_have_come(tmp_path: Path) -> None:
-    trainer = make_duck(tmp_path)
-    train_duck(trainer, until_step=2)
+    trainer = make_custom_trainer(tmp_path)
+    train_custom_trainer(trainer, until_step=2)
     expected = _draw()
     seed_streams(99)
     assert _draw() != expected
-    CheckpointerCallback(make_duck(tmp_path, restore_from="LATEST")).on_train_begin()
+    CheckpointerCallback(make_custom_trainer(tmp_path, restore_from="LATEST")).on_train_begin()
     assert _draw() == expected
 
 
@@ -166,7 +172,7 @@ FLAGS = [
 def test_the_save_flags_decide_exactly_which_buckets_are_on_disk(
     tmp_path: Path, flags: dict[str, bool], optimizer: bool, train_state: bool, per_rank: bool
 ) -> None:
-    train_duck(make_duck(tmp_path, save_extra_state_per_rank=per_rank, **flags), until_step=1)
+    train_custom_trainer(make_custom_trainer(tmp_path, save_extra_state_per_rank=per_rank, **flags), until_step=1)
 
     step = tmp_path / "global_step_1"
     buckets = {name.split(".")[0] for name in saved_entries(step)}
@@ -182,7 +188,7 @@ def test_the_save_flags_decide_exactly_which_buckets_are_on_disk(
 
 
 def test_restore_optimizer_false_leaves_the_optimizer_fresh(five_steps: Path) -> None:
-    trainer = make_duck(five_steps, restore_from="LATEST", restore_optimizer=False)
+    trainer = make_custom_trainer(five_steps, restore_from="LATEST", restore_optimizer=False)
     CheckpointerCallback(trainer).on_train_begin()
     assert len(trainer.optimizer.state) == 0
     assert trainer.state.global_step == 5
@@ -190,7 +196,7 @@ def test_restore_optimizer_false_leaves_the_optimizer_fresh(five_steps: Path) ->
 
 
 def test_restore_train_state_false_reads_weights_and_moments_only(five_steps: Path, tmp_path: Path) -> None:
-    trainer = make_duck(tmp_path, restore_from=str(five_steps / "global_step_5"), restore_train_state=False)
+    trainer = make_custom_trainer(tmp_path, restore_from=str(five_steps / "global_step_5"), restore_train_state=False)
     seed_streams(99)
     before = live_state(trainer.model)
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -210,15 +216,15 @@ def test_restore_train_state_false_reads_weights_and_moments_only(five_steps: Pa
 
 
 def test_a_run_that_saves_no_training_state_can_still_restore_one(five_steps: Path, tmp_path: Path) -> None:
-    straight = train_duck(make_duck(tmp_path, save_ckpt=False), until_step=7)
-    resumed = make_duck(
+    straight = train_custom_trainer(make_custom_trainer(tmp_path, save_ckpt=False), until_step=7)
+    resumed = make_custom_trainer(
         tmp_path,
         restore_from=str(five_steps / "global_step_5"),
         save_train_state=False,
         save_optimizer=False,
         save_extra_state_per_rank=False,
     )
-    assert train_duck(resumed, until_step=7) == straight[5:]
+    assert train_custom_trainer(resumed, until_step=7) == straight[5:]
     assert {name.split(".")[0] for name in saved_entries(tmp_path / "global_step_7")} == {"model"}
 
 
@@ -228,9 +234,9 @@ def test_a_run_that_saves_no_training_state_can_still_restore_one(five_steps: Pa
 def test_a_checkpoint_of_two_optimizers_gives_the_first_ones_moments_to_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    two = make_duck(tmp_path, optimizers=2)
-    train_duck(two, until_step=3)
-    one = make_duck(tmp_path, restore_from="LATEST")
+    two = make_custom_trainer(tmp_path, optimizers=2)
+    train_custom_trainer(two, until_step=3)
+    one = make_custom_trainer(tmp_path, restore_from="LATEST")
     with caplog.at_level(logging.WARNING):
         CheckpointerCallback(one).on_train_begin()
 
@@ -252,11 +258,11 @@ def test_a_checkpoint_of_two_optimizers_gives_the_first_ones_moments_to_one(
 def test_a_checkpoint_of_one_optimizer_gives_its_moments_to_the_first_of_two(
     five_steps: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    two = make_duck(five_steps, optimizers=2, restore_from="LATEST")
+    two = make_custom_trainer(five_steps, optimizers=2, restore_from="LATEST")
     with caplog.at_level(logging.WARNING):
         CheckpointerCallback(two).on_train_begin()
 
-    reference = make_duck(five_steps, restore_from="LATEST")
+    reference = make_custom_trainer(five_steps, restore_from="LATEST")
     CheckpointerCallback(reference).on_train_begin()
     expected = list(reference.optimizer.state.values())[:2]
     first, second = two.optimizer
@@ -278,14 +284,16 @@ def test_a_reserved_field_that_is_set_warns_by_name_and_the_others_do_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        CheckpointerCallback(make_duck(tmp_path, staging_dir="/elsewhere", save_consolidated="every")).on_train_begin()
+        CheckpointerCallback(
+            make_custom_trainer(tmp_path, staging_dir="/elsewhere", save_consolidated="every")
+        ).on_train_begin()
     warned = [message for message in caplog.messages if "no effect yet" in message]
     assert len(warned) == 2
     assert {message.split()[0] for message in warned} == {"checkpoint.staging_dir", "checkpoint.save_consolidated"}
 
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        CheckpointerCallback(make_duck(tmp_path)).on_train_begin()
+        CheckpointerCallback(make_custom_trainer(tmp_path)).on_train_begin()
     assert caplog.messages == []
 
 
@@ -302,7 +310,7 @@ def test_without_a_checkpoint_block_every_epoch_is_saved_and_nothing_restored() 
 
 
 def test_the_hooks_work_without_the_state_argument(tmp_path: Path) -> None:
-    trainer = make_duck(tmp_path, save_steps=2)
+    trainer = make_custom_trainer(tmp_path, save_steps=2)
     callback = CheckpointerCallback(trainer)
     callback.on_train_begin()
     trainer.state = TrainerState(global_step=2)
@@ -310,3 +318,48 @@ def test_the_hooks_work_without_the_state_argument(tmp_path: Path) -> None:
     callback.on_epoch_end()
     callback.on_train_end()
     assert saved_steps(tmp_path) == [2]
+
+
+def test_a_trainer_that_lacks_attributes_is_refused_at_construction_with_all_of_them(tmp_path: Path) -> None:
+    trainer = make_custom_trainer(tmp_path)
+    del trainer.state, trainer.lr_scheduler, trainer.start_step
+    with pytest.raises(ConfigError, match=r"found: no lr_scheduler, state\.global_step, state\.epoch, start_step;"):
+        CheckpointerCallback(trainer)
+    with pytest.raises(ConfigError, match=r"found: no config\.checkpoint, model, optimizer, .*start_step;"):
+        CheckpointerCallback(object())
+
+
+def test_a_trainer_whose_lr_scheduler_is_none_lacks_nothing(tmp_path: Path) -> None:
+    trainer = make_custom_trainer(tmp_path)
+    trainer.lr_scheduler = None
+    assert CheckpointerCallback(trainer).last_saved is None
+
+
+def test_the_configuration_line_is_short_and_shows_what_is_not_the_default(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        CheckpointerCallback(
+            make_custom_trainer(Path("runs"), save_steps=7, is_async=True, save_ckpt=False)
+        ).on_train_begin()
+    (line,) = [message for message in caplog.messages if message.startswith("Checkpoint config: ")]
+    assert line == (
+        "Checkpoint config: save_ckpt=False, checkpoint_dir='runs', save_steps=7, save_epochs=1, is_async=True, "
+        "restore_from=None"
+    )
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_last_saved_directory_is_that_of_the_last_durable_save_or_of_the_restore(
+    tmp_path: Path, is_async: bool
+) -> None:
+    trainer = make_custom_trainer(tmp_path, save_epochs=0, is_async=is_async)
+    callback = CheckpointerCallback(trainer)
+    callback.on_train_begin()
+    assert callback.last_saved is None
+    trainer.state.global_step = 3
+    callback.on_train_end()
+    assert callback.last_saved == str(tmp_path / "global_step_3")
+    again = CheckpointerCallback(make_custom_trainer(tmp_path, restore_from="LATEST"))
+    again.on_train_begin()
+    assert again.last_saved == str(tmp_path / "global_step_3")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hyper_resume.data import DataLoader
-from tests.trainer.duck import make_duck, train_duck
-from tests.trainer.parts import Ids, make_trainer, records_of, run_config, train
+from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
+from tests.trainer.tiny_training import Ids, make_trainer, records_of, run_config, train
 
 HORIZON: dict[str, Any] = {"lr_scheduler": {"decay_steps": 40}}
 
@@ -102,17 +102,17 @@ def test_another_number_of_data_ranks_warns_and_replays_the_epoch_from_its_start
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def make(world: int, **checkpoint: Any) -> Any:
-        trainer = make_duck(tmp_path, **checkpoint)
+        trainer = make_custom_trainer(tmp_path, **checkpoint)
         trainer.train_dataloader = DataLoader(Ids(24), batch_size=2, seed=3, dp_rank=0, dp_world_size=world)
         return trainer
 
-    train_duck(make(2), until_step=8)  # 6 batches an epoch: 2 batches into epoch 1
+    train_custom_trainer(make(2), until_step=8)  # 6 batches an epoch: 2 batches into epoch 1
     resumed = make(4, restore_from="LATEST", save_ckpt=False)
     with caplog.at_level(logging.WARNING):
-        records = train_duck(resumed, until_step=11)
+        records = train_custom_trainer(resumed, until_step=11)
     assert (resumed.start_epoch, resumed.start_step) == (1, 0)
     assert "dp_world_size saved 2, current 4" in caplog.text
-    straight = train_duck(make(4, save_ckpt=False), until_step=6)
+    straight = train_custom_trainer(make(4, save_ckpt=False), until_step=6)
     assert [record.sample_ids for record in records] == [record.sample_ids for record in straight if record.epoch == 1]
 
 
@@ -133,4 +133,4 @@ def test_more_accumulation_after_the_resume_goes_on_with_the_next_unread_sample(
     read = [i for record in records_of(trainer) for i in record.sample_ids]
     assert read == [i for record in straight[3:] for i in record.sample_ids]
     assert (trainer.start_epoch, trainer.start_step) == (0, 2)  # of 4 steps, the second half done
-    assert "the data position is followed" in caplog.text
+    assert "the data position is used" in caplog.text

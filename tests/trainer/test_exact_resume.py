@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.trainer.parts import (
+from tests.trainer.tiny_training import (
     Ids,
     NoisyIds,
     Record,

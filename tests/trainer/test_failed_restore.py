@@ -22,10 +22,10 @@ from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.trainer.callbacks import CheckpointerCallback
 from tests.checkpoint.directories import forget_manifest
 from tests.ranks import run_ranks
-from tests.trainer.duck import make_duck, train_duck
-from tests.trainer.parts import Net, seed_streams
-from tests.trainer.test_other_parts import Scaler
-from tests.trainer.whole import whole_state
+from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
+from tests.trainer.live_snapshot import live_snapshot
+from tests.trainer.test_stateful_objects import Scaler
+from tests.trainer.tiny_training import Net, seed_streams
 
 pytestmark = pytest.mark.xdist_group("failed-restore")
 
@@ -47,7 +47,7 @@ class CountingNet(Net):
 
 
 def _make(folder: Path, **checkpoint: Any) -> Any:
-    trainer = make_duck(folder, **checkpoint)
+    trainer = make_custom_trainer(folder, **checkpoint)
     seed_streams(7)
     trainer.model = CountingNet()
     trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.01)
@@ -61,7 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     trainer = _make(folder, save_epochs=0)
     trainer.model.count, trainer.scaler.scale = 5, 8.0
-    train_duck(trainer, until_step=STEP)
+    train_custom_trainer(trainer, until_step=STEP)
     return folder / f"global_step_{STEP}"
 
 
@@ -191,10 +191,10 @@ def _damage_training_state(step: Path, folder: Path, change: Callable[[dict[str,
 def _fails(trainer: Any, message: str) -> None:
     seed_streams(99)
     callback = CheckpointerCallback(trainer)
-    before = whole_state(trainer)
+    before = live_snapshot(trainer)
     with pytest.raises((RuntimeError, ZeroDivisionError, ValueError, TypeError, KeyError), match=message):
         callback.on_train_begin()
-    assert whole_state(trainer) == before
+    assert live_snapshot(trainer) == before
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -245,7 +245,7 @@ def test_damaged_training_state_leaves_every_live_object_as_it_was(
 def test_after_a_failed_restore_the_same_objects_train_as_if_nothing_had_been_tried(
     saved: Path, tmp_path: Path
 ) -> None:
-    straight = train_duck(_make(tmp_path / "a", save_ckpt=False), until_step=4)
+    straight = train_custom_trainer(_make(tmp_path / "a", save_ckpt=False), until_step=4)
     trainer = _make(tmp_path / "b", save_ckpt=False)
     plain = trainer.config.checkpoint
     trainer.config.checkpoint = dataclasses.replace(plain, restore_from=str(saved))
@@ -253,7 +253,7 @@ def test_after_a_failed_restore_the_same_objects_train_as_if_nothing_had_been_tr
     with pytest.raises(ZeroDivisionError):
         CheckpointerCallback(trainer).on_train_begin()
     trainer.config.checkpoint = plain
-    assert train_duck(trainer, until_step=4) == straight
+    assert train_custom_trainer(trainer, until_step=4) == straight
 
 
 # ---- several ranks
@@ -266,15 +266,15 @@ def _fails_on_one_rank(folder: Path, step: str) -> tuple[str, bool]:
         trainer.scaler = Refuses(trainer.scaler)
     seed_streams(99)
     callback = CheckpointerCallback(trainer)
-    before = whole_state(trainer)
+    before = live_snapshot(trainer)
     with pytest.raises(Exception, match="refused") as caught:
         callback.on_train_begin()
-    return str(caught.value), whole_state(trainer) == before
+    return str(caught.value), live_snapshot(trainer) == before
 
 
 def _save_on_two(folder: Path) -> None:
     trainer = _make(folder, save_epochs=0)
-    train_duck(trainer, until_step=2)
+    train_custom_trainer(trainer, until_step=2)
 
 
 def test_a_failure_on_one_rank_leaves_all_ranks_as_they_were(tmp_path: Path) -> None:

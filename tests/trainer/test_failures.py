@@ -16,7 +16,7 @@ from hyper_resume.config import RunConfig
 from hyper_resume.errors import CheckpointSaveError, ConfigError, TrainingIncompleteError
 from hyper_resume.trainer.base import BaseTrainer
 from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback
-from tests.trainer.parts import (
+from tests.trainer.tiny_training import (
     Ids,
     MakeCallback,
     StoppedOnPurpose,
@@ -84,7 +84,7 @@ def test_a_save_that_fails_while_training_is_broken_off_is_logged_and_the_first_
     trainer = make_trainer(config, width=WIDE, callbacks=[at_step(4, refuse_large_files), stop_after(5)])
     with pytest.raises(StoppedOnPurpose):
         trainer.train()
-    assert "the save in flight failed while training was broken off" in caplog.messages
+    assert "the save in flight failed while training was stopping" in caplog.messages
     assert saved_steps(tmp_path) == []
     assert _leftovers(tmp_path) == []
 
@@ -132,7 +132,7 @@ def test_a_save_in_flight_is_finished_when_the_loop_raises(tmp_path: Path, caplo
     assert saved_steps(tmp_path) == [2]
     assert _pointer(tmp_path) == "2"
     assert _leftovers(tmp_path) == []
-    assert "FailsWhenTold failed while training was broken off" in caplog.messages
+    assert "FailsWhenTold failed while training was stopping" in caplog.messages
 
 
 def test_training_goes_on_during_a_save_and_the_next_save_waits_for_it(tmp_path: Path) -> None:

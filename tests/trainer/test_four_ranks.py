@@ -27,7 +27,7 @@ from hyper_resume.config import (
 )
 from hyper_resume.trainer.text_trainer import TextTrainer
 from tests.ranks import run_ranks
-from tests.trainer.parts import disk_listing, saved_steps
+from tests.trainer.tiny_training import disk_listing, saved_steps
 
 pytestmark = pytest.mark.xdist_group("four-ranks")
 
@@ -172,7 +172,7 @@ def test_a_missing_extra_state_file_is_the_same_error_on_all_ranks_at_once(legs:
 def test_an_absent_path_is_the_same_error_on_all_ranks_at_once(legs: Legs) -> None:
     failures = [failure["absent"] for failure in legs.failures]
     assert {failure.kind for failure in failures} == {"CheckpointNotFoundError"}
-    assert all("restore_from names no directory" in failure.message for failure in failures)
+    assert all("restore_from is not a directory" in failure.message for failure in failures)
     assert max(failure.seconds for failure in failures) < QUICKLY_SECONDS
 
 

@@ -29,8 +29,8 @@ from hyper_resume.data import DataLoader
 from hyper_resume.parallel import clip_grad_norm
 from hyper_resume.trainer.base import BaseTrainer
 from hyper_resume.trainer.callbacks import Callback, ProgressCallback
-from tests.trainer.parts import VOCABULARY, Ids, MakeCallback, Net, at_step, make_trainer, run_config, train
-from tests.trainer.test_other_parts import ForeignLoader
+from tests.trainer.test_stateful_objects import ForeignLoader
+from tests.trainer.tiny_training import VOCABULARY, Ids, MakeCallback, Net, at_step, make_trainer, run_config, train
 
 STEPS = 8
 SAMPLES = 60  # 20 batches of 3: a single epoch for all that is counted

@@ -18,10 +18,10 @@ from hyper_resume.errors import CheckpointMismatchError
 from hyper_resume.state.certificate import read_certificate
 from hyper_resume.trainer.callbacks import CheckpointerCallback
 from tests.ranks import run_ranks
-from tests.trainer.duck import make_duck, train_duck
-from tests.trainer.parts import Ids, seed_streams
-from tests.trainer.test_other_parts import Scaler
-from tests.trainer.whole import whole_state
+from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
+from tests.trainer.live_snapshot import live_snapshot
+from tests.trainer.test_stateful_objects import Scaler
+from tests.trainer.tiny_training import Ids, seed_streams
 
 pytestmark = pytest.mark.xdist_group("on-mismatch")
 
@@ -33,7 +33,7 @@ def _none(trainer: Any) -> None:
 
 
 def _two_optimizers(trainer: Any) -> None:
-    """What ``make_duck(optimizers=2)`` gives, made of one."""
+    """What ``make_custom_trainer(optimizers=2)`` gives, made of one."""
     parameters = list(trainer.model.parameters())
     trainer.optimizer = [torch.optim.AdamW(share, lr=0.01) for share in (parameters[:2], parameters[2:])]
     trainer.lr_scheduler = [LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in trainer.optimizer]
@@ -153,7 +153,7 @@ LENIENCIES: dict[str, tuple[Change, Change, str, str]] = {
 
 def _save(folder: Path, change: Change) -> None:
     """A checkpoint of step 3, in which every bucket has something."""
-    trainer = make_duck(folder, save_epochs=0)
+    trainer = make_custom_trainer(folder, save_epochs=0)
     change(trainer)
     callback = CheckpointerCallback(trainer)
     callback.on_train_begin()
@@ -177,7 +177,7 @@ def leniency(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def _resume(step: Path, own: Path, change: Change, **checkpoint: Any) -> tuple[Any, CheckpointerCallback]:
-    trainer = make_duck(own, restore_from=str(step), **checkpoint)
+    trainer = make_custom_trainer(own, restore_from=str(step), **checkpoint)
     change(trainer)
     seed_streams(99)
     return trainer, CheckpointerCallback(trainer)
@@ -203,10 +203,10 @@ def test_with_error_it_is_a_refusal_that_has_touched_nothing(
 ) -> None:
     step, change, bucket, warning = leniency
     trainer, callback = _resume(step, tmp_path, change, on_mismatch="error")
-    before = whole_state(trainer)
+    before = live_snapshot(trainer)
     with pytest.raises(CheckpointMismatchError, match="on_mismatch is error") as caught:
         callback.on_train_begin()
-    assert whole_state(trainer) == before
+    assert live_snapshot(trainer) == before
     assert f"{bucket}: " in str(caught.value)
     assert warning in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -229,10 +229,10 @@ def test_a_parameter_whose_state_the_checkpoint_lacks_is_silent_by_default_and_r
         _resume(step, tmp_path / "warn", resuming)[1].on_train_begin()
     assert [record for record in caplog.records if record.name.startswith("hyper_resume")] == []
     trainer, callback = _resume(step, tmp_path / "error", resuming, on_mismatch="error")
-    before = whole_state(trainer)
+    before = live_snapshot(trainer)
     with pytest.raises(CheckpointMismatchError, match=r"no optimizer state of lm_head\.bias: it starts fresh"):
         callback.on_train_begin()
-    assert whole_state(trainer) == before
+    assert live_snapshot(trainer) == before
 
 
 def test_a_parameter_that_never_had_a_gradient_is_no_mismatch(tmp_path: Path) -> None:
@@ -247,18 +247,18 @@ def test_a_parameter_that_never_had_a_gradient_is_no_mismatch(tmp_path: Path) ->
 
 
 def test_an_exact_restore_is_welcome_with_error(tmp_path: Path) -> None:
-    straight = train_duck(make_duck(tmp_path, save_steps=2, save_epochs=0), until_step=8)
+    straight = train_custom_trainer(make_custom_trainer(tmp_path, save_steps=2, save_epochs=0), until_step=8)
     for step in (2, 4, 6):
-        resumed = make_duck(
+        resumed = make_custom_trainer(
             tmp_path, save_ckpt=False, restore_from=str(tmp_path / f"global_step_{step}"), on_mismatch="error"
         )
-        assert train_duck(resumed, until_step=8) == straight[step:]
+        assert train_custom_trainer(resumed, until_step=8) == straight[step:]
 
 
 def test_latest_in_an_empty_directory_starts_from_scratch_with_error_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = make_duck(tmp_path / "empty", restore_from="LATEST", on_mismatch="error")
+    trainer = make_custom_trainer(tmp_path / "empty", restore_from="LATEST", on_mismatch="error")
     with caplog.at_level(logging.WARNING):
         CheckpointerCallback(trainer).on_train_begin()
     assert "training starts from scratch" in caplog.text
@@ -285,10 +285,10 @@ def test_what_is_not_asked_for_is_no_mismatch(tmp_path: Path) -> None:
 def _other_world(folder: Path) -> tuple[str, bool]:
     """Every rank: tries to resume, strictly, what another number of ranks saved."""
     trainer, callback = _resume(folder / "global_step_3", folder / "own", _none, on_mismatch="error")
-    before = whole_state(trainer)
+    before = live_snapshot(trainer)
     with pytest.raises(CheckpointMismatchError) as caught:
         callback.on_train_begin()
-    return str(caught.value), whole_state(trainer) == before
+    return str(caught.value), live_snapshot(trainer) == before
 
 
 def test_another_number_of_ranks_is_refused_with_error_on_every_rank(tmp_path: Path) -> None:
@@ -304,10 +304,10 @@ def _one_rank_differs(folder: Path) -> tuple[str, bool]:
     _save(folder, _none)
     change = _scaler if dist.get_rank() == 1 else _none
     trainer, resuming = _resume(folder / "global_step_3", folder / "own", change, on_mismatch="error")
-    before = whole_state(trainer)
+    before = live_snapshot(trainer)
     with pytest.raises(CheckpointMismatchError) as caught:
         resuming.on_train_begin()
-    return str(caught.value), whole_state(trainer) == before
+    return str(caught.value), live_snapshot(trainer) == before
 
 
 def test_a_mismatch_on_one_rank_is_refused_by_all_and_leaves_all_as_they_were(tmp_path: Path) -> None:

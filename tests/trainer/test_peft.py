@@ -23,7 +23,7 @@ from hyper_resume.config import (
 )
 from hyper_resume.errors import CheckpointMismatchError
 from hyper_resume.trainer.text_trainer import TextTrainer
-from tests.trainer.parts import Record, Recorder, disk_listing, live_state, saved_steps
+from tests.trainer.tiny_training import Record, Recorder, disk_listing, live_state, saved_steps
 
 pytestmark = pytest.mark.xdist_group("peft")
 

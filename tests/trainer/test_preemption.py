@@ -17,7 +17,7 @@ from hyper_resume.checkpoint.base import SaveEvent
 from hyper_resume.errors import CheckpointSaveError, PreemptedError
 from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback, PreemptionCallback
 from tests.ranks import run_ranks
-from tests.trainer.parts import MakeCallback, Record, make_trainer, records_of, run_config, saved_steps, train
+from tests.trainer.tiny_training import MakeCallback, Record, make_trainer, records_of, run_config, saved_steps, train
 
 pytestmark = pytest.mark.xdist_group("preemption")
 

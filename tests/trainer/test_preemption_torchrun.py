@@ -19,7 +19,7 @@ import pytest
 from hyper_resume import cli
 from st.torchrun import free_port
 from tests.ranks import run_ranks
-from tests.trainer.parts import saved_steps
+from tests.trainer.tiny_training import saved_steps
 
 pytestmark = pytest.mark.xdist_group("preemption-torchrun")
 

@@ -11,8 +11,8 @@ import torch
 
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError
 from hyper_resume.trainer.callbacks import CheckpointerCallback
-from tests.trainer.duck import make_duck, train_duck
-from tests.trainer.parts import disk_listing, live_state
+from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
+from tests.trainer.tiny_training import disk_listing, live_state
 
 pytestmark = pytest.mark.xdist_group("duck")
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("duck")
 
 @pytest.mark.parametrize("word", ["LATEST", "latest", "Latest"])
 def test_latest_is_read_in_any_case(five_steps: Path, word: str, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make_duck(five_steps, restore_from=word)
+    trainer = make_custom_trainer(five_steps, restore_from=word)
     with caplog.at_level(logging.INFO):
         CheckpointerCallback(trainer).on_train_begin()
     assert trainer.state.global_step == 5
@@ -34,7 +34,7 @@ def test_latest_in_an_empty_directory_warns_and_starts_from_scratch(
 ) -> None:
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "absent"):
-        trainer = make_duck(folder, restore_from="LATEST", save_ckpt=False)
+        trainer = make_custom_trainer(folder, restore_from="LATEST", save_ckpt=False)
         weights = live_state(trainer.model).model
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -48,9 +48,9 @@ def test_latest_in_an_empty_directory_warns_and_starts_from_scratch(
 def test_latest_passes_over_an_incomplete_directory_to_the_next_newest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train_duck(make_duck(tmp_path, save_steps=1, save_epochs=0), until_step=3)
+    train_custom_trainer(make_custom_trainer(tmp_path, save_steps=1, save_epochs=0), until_step=3)
     (tmp_path / "global_step_3" / ".metadata").unlink()
-    trainer = make_duck(tmp_path, restore_from="LATEST")
+    trainer = make_custom_trainer(tmp_path, restore_from="LATEST")
     with caplog.at_level(logging.WARNING):
         CheckpointerCallback(trainer).on_train_begin()
     assert trainer.state.global_step == 2
@@ -66,8 +66,8 @@ def _a_file(folder: Path) -> Path:
 @pytest.mark.parametrize("make_path", [lambda folder: folder / "no" / "such" / "dir", _a_file], ids=["absent", "file"])
 def test_an_explicit_path_that_is_no_directory_is_an_error(tmp_path: Path, make_path: Callable[[Path], Path]) -> None:
     path = make_path(tmp_path / "given")
-    trainer = make_duck(tmp_path / "checkpoints", restore_from=str(path))
-    with pytest.raises(FileNotFoundError, match="restore_from names no directory") as caught:
+    trainer = make_custom_trainer(tmp_path / "checkpoints", restore_from=str(path))
+    with pytest.raises(FileNotFoundError, match="restore_from is not a directory") as caught:
         CheckpointerCallback(trainer).on_train_begin()
     assert str(path) in str(caught.value)
     assert isinstance(caught.value, CheckpointNotFoundError)
@@ -75,7 +75,7 @@ def test_an_explicit_path_that_is_no_directory_is_an_error(tmp_path: Path, make_
 
 
 def test_the_root_directory_instead_of_a_step_directory_is_an_error_that_says_what_to_name(five_steps: Path) -> None:
-    trainer = make_duck(five_steps, restore_from=str(five_steps))
+    trainer = make_custom_trainer(five_steps, restore_from=str(five_steps))
     with pytest.raises(FileNotFoundError, match="name one global_step_N of this directory, or use LATEST"):
         CheckpointerCallback(trainer).on_train_begin()
 
@@ -88,7 +88,7 @@ def test_an_explicit_path_may_be_relative_end_in_a_slash_and_hold_other_letters(
     (folder / "global_step_5").symlink_to(five_steps / "global_step_5")
     monkeypatch.chdir(folder)
     for text in ("global_step_5/", "./global_step_5", f"{folder}/global_step_5//"):
-        trainer = make_duck(folder, restore_from=text, save_ckpt=False)
+        trainer = make_custom_trainer(folder, restore_from=text, save_ckpt=False)
         CheckpointerCallback(trainer).on_train_begin()
         assert trainer.state.global_step == 5
 
@@ -97,26 +97,30 @@ def test_an_explicit_path_may_be_relative_end_in_a_slash_and_hold_other_letters(
 
 
 def test_a_weights_only_checkpoint_asked_for_its_training_state_is_an_error(tmp_path: Path) -> None:
-    train_duck(make_duck(tmp_path, save_optimizer=False, save_train_state=False), until_step=1)
+    train_custom_trainer(make_custom_trainer(tmp_path, save_optimizer=False, save_train_state=False), until_step=1)
     listing = disk_listing(tmp_path)
     with pytest.raises(FileNotFoundError, match="no training state"):
-        CheckpointerCallback(make_duck(tmp_path, restore_from="LATEST")).on_train_begin()
+        CheckpointerCallback(make_custom_trainer(tmp_path, restore_from="LATEST")).on_train_begin()
     assert disk_listing(tmp_path) == listing
 
-    weights_only = make_duck(tmp_path, restore_from="LATEST", restore_train_state=False, restore_optimizer=False)
+    weights_only = make_custom_trainer(
+        tmp_path, restore_from="LATEST", restore_train_state=False, restore_optimizer=False
+    )
     CheckpointerCallback(weights_only).on_train_begin()
     assert weights_only.state.global_step == 0
 
 
 def test_embedded_training_state_that_was_never_written_is_an_error_that_namessaved_extra_state(tmp_path: Path) -> None:
-    train_duck(make_duck(tmp_path, save_extra_state_per_rank=False, save_train_state=False), until_step=1)
-    trainer = make_duck(tmp_path, restore_from="LATEST", save_extra_state_per_rank=False)
+    train_custom_trainer(
+        make_custom_trainer(tmp_path, save_extra_state_per_rank=False, save_train_state=False), until_step=1
+    )
+    trainer = make_custom_trainer(tmp_path, restore_from="LATEST", save_extra_state_per_rank=False)
     with pytest.raises(FileNotFoundError, match="extra_state"):
         CheckpointerCallback(trainer).on_train_begin()
 
 
 def test_a_missing_model_key_is_an_error_and_no_weight_is_touched(five_steps: Path) -> None:
-    trainer = make_duck(five_steps, restore_from="LATEST")
+    trainer = make_custom_trainer(five_steps, restore_from="LATEST")
     trainer.model.register_parameter("added", torch.nn.Parameter(torch.zeros(2)))
     before = live_state(trainer.model)
     with pytest.raises(RuntimeError, match=r"missing model key: model\.added") as caught:
@@ -128,8 +132,8 @@ def test_a_missing_model_key_is_an_error_and_no_weight_is_touched(five_steps: Pa
 def test_a_checkpoint_without_optimizer_state_warns_and_starts_the_optimizer_fresh(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train_duck(make_duck(tmp_path, save_optimizer=False), until_step=2)
-    trainer = make_duck(tmp_path, restore_from="LATEST")
+    train_custom_trainer(make_custom_trainer(tmp_path, save_optimizer=False), until_step=2)
+    trainer = make_custom_trainer(tmp_path, restore_from="LATEST")
     with caplog.at_level(logging.WARNING):
         CheckpointerCallback(trainer).on_train_begin()
     assert "holds no optimizer state: the optimizer starts fresh" in caplog.text

@@ -12,8 +12,8 @@ import torch
 
 from hyper_resume.data import DataLoader
 from hyper_resume.trainer.callbacks import CheckpointerCallback
-from tests.trainer.duck import make_duck, saved_extra_state
-from tests.trainer.parts import Ids
+from tests.trainer.custom_trainer import make_custom_trainer, saved_extra_state
+from tests.trainer.tiny_training import Ids
 
 pytestmark = pytest.mark.xdist_group("duck")
 
@@ -47,7 +47,7 @@ def _at_step(trainer: Any, step: int, epoch: int) -> CheckpointerCallback:
 
 
 def test_a_loader_without_state_dict_warns_and_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saving = make_duck(tmp_path)
+    saving = make_custom_trainer(tmp_path)
     saving.train_dataloader = Stateless()
     with caplog.at_level(logging.WARNING):
         _at_step(saving, 8, 1).on_train_end()
@@ -55,7 +55,7 @@ def test_a_loader_without_state_dict_warns_and_is_skipped(tmp_path: Path, caplog
     assert saved_extra_state(tmp_path / "global_step_8")["train_dataloader"] is None
 
     caplog.clear()
-    resumed = make_duck(tmp_path, restore_from="LATEST")
+    resumed = make_custom_trainer(tmp_path, restore_from="LATEST")
     resumed.train_dataloader = Stateless()
     with caplog.at_level(logging.WARNING):
         CheckpointerCallback(resumed).on_train_begin()
@@ -66,7 +66,7 @@ def test_a_loader_without_state_dict_warns_and_is_skipped(tmp_path: Path, caplog
 def test_a_saved_position_that_the_loader_can_not_take_warns_and_is_skipped(
     five_steps: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    resumed = make_duck(five_steps, restore_from="LATEST")
+    resumed = make_custom_trainer(five_steps, restore_from="LATEST")
     resumed.train_dataloader = Stateless()
     with caplog.at_level(logging.WARNING):
         CheckpointerCallback(resumed).on_train_begin()
@@ -78,17 +78,17 @@ def test_a_saved_position_that_the_loader_can_not_take_warns_and_is_skipped(
 def test_a_loader_without_a_length_counts_train_steps_as_one_epoch(
     tmp_path: Path, train_steps: int, step: int, expected: tuple[int, int]
 ) -> None:
-    saving = make_duck(tmp_path)
+    saving = make_custom_trainer(tmp_path)
     saving.train_dataloader = Endless()
     _at_step(saving, step, 0).on_train_end()
-    resumed = make_duck(tmp_path, restore_from="LATEST")
+    resumed = make_custom_trainer(tmp_path, restore_from="LATEST")
     resumed.train_dataloader, resumed.train_steps = Endless(), train_steps
     CheckpointerCallback(resumed).on_train_begin()
     assert (resumed.start_epoch, resumed.start_step) == expected
 
 
 def test_the_iterators_position_is_saved_and_not_that_of_a_loader_that_has_read_ahead(tmp_path: Path) -> None:
-    trainer = make_duck(tmp_path)
+    trainer = make_custom_trainer(tmp_path)
     trainer.data_iterator = SimpleNamespace(state_dict=lambda: {"read": 4})
     trainer.train_dataloader.load_state_dict({**trainer.train_dataloader.state_dict(), "batches_consumed": 5})
     _at_step(trainer, 4, 0).on_train_end()
@@ -121,7 +121,7 @@ def test_start_epoch_and_start_step_count_optimizer_steps(
     expected: tuple[int, int],
 ) -> None:
     def make(**checkpoint: Any) -> Any:
-        trainer = make_duck(tmp_path, **checkpoint)
+        trainer = make_custom_trainer(tmp_path, **checkpoint)
         trainer.config.training = SimpleNamespace(gradient_accumulation_steps=accumulation)
         trainer.train_dataloader = DataLoader(Ids(samples), batch_size=batch_size)
         return trainer
@@ -140,11 +140,11 @@ def test_start_epoch_and_start_step_count_optimizer_steps(
 def test_a_data_position_that_contradicts_the_counter_is_followed_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saving = make_duck(tmp_path)
+    saving = make_custom_trainer(tmp_path)
     saving.train_dataloader.load_state_dict({**saving.train_dataloader.state_dict(), "epoch": 3, "batches_consumed": 2})
     _at_step(saving, 8, 3).on_train_end()
-    resumed = make_duck(tmp_path, restore_from="LATEST")
+    resumed = make_custom_trainer(tmp_path, restore_from="LATEST")
     with caplog.at_level(logging.WARNING):
         CheckpointerCallback(resumed).on_train_begin()
     assert (resumed.start_epoch, resumed.start_step) == (3, 2)
-    assert "would be epoch 1, step 3, but the data position is epoch 3, step 2" in caplog.text
+    assert "is epoch 1, step 3, but the data position is epoch 3, step 2" in caplog.text

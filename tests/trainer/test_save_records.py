@@ -18,7 +18,7 @@ from hyper_resume.errors import CheckpointLockedError, CheckpointSaveError, Conf
 from hyper_resume.trainer.callbacks import Callback
 from hyper_resume.trainer.records import SaveRecords
 from tests.ranks import run_ranks
-from tests.trainer.parts import at_step, run_config, saved_steps, train
+from tests.trainer.tiny_training import at_step, run_config, saved_steps, train
 
 pytestmark = pytest.mark.xdist_group("save-records")
 

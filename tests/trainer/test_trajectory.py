@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hyper_resume.config import RunConfig, TrajectoryConfig
-from tests.trainer.parts import Record, StoppedOnPurpose, run_config, stop_after, train
+from tests.trainer.tiny_training import Record, StoppedOnPurpose, run_config, stop_after, train
 
 KEYS = {"global_step", "epoch", "batch_index", "loss", "lr", "group_lrs", "grad_norm", "sample_ids", "seconds"}
 

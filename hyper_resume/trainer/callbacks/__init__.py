@@ -1,4 +1,4 @@
-"""Callbacks: policy and observation around the training loop."""
+"""Callbacks of the training loop: checkpoints, preemption, progress, records."""
 
 from hyper_resume.trainer.callbacks.base import Callback
 from hyper_resume.trainer.callbacks.checkpointer import CheckpointerCallback

@@ -1,4 +1,4 @@
-"""When callbacks run."""
+"""The hooks of a callback, and when each of them runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Callback:
         """Run once, when everything is built and before the first data iterator is made."""
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Run after each optimizer step, its scheduler step and the raise of ``global_step``."""
+        """Run after each optimizer step, its scheduler step and the increment of ``global_step``."""
 
     def on_epoch_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Run after the ``on_step_end`` of an epoch's last step; not for an epoch that ``max_steps`` cut short."""
 
     def on_train_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Run once, after the last step of a training that was not broken off by an error."""
+        """Run once, after the last step of a training that no error stopped."""
 
     def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Run once instead of ``on_train_end`` when an error breaks training off; the error is raised afterwards."""
+        """Run once instead of ``on_train_end`` when an error stops training; the error is raised afterwards."""

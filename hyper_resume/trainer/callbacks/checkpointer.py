@@ -1,4 +1,4 @@
-"""POLICY: when to save, what to save, and how what was read is put back. Knows no storage format.
+"""POLICY: when to save, what to save, and what to restore from. Knows no storage format.
 
 The callback drives any object with ``config.checkpoint``, ``model``, ``optimizer``, ``lr_scheduler``, ``train_dataloader``,
 ``state``, ``train_steps``, ``start_epoch`` and ``start_step`` (specification 5.2); ``optimizer`` and ``lr_scheduler`` may be
@@ -25,11 +25,11 @@ from hyper_resume.parallel.replicas import check_replicas
 from hyper_resume.state.certificate import Certificate
 from hyper_resume.state.optimizer import flatten_optimizers
 from hyper_resume.trainer.callbacks.base import Callback
-from hyper_resume.trainer.liveness import Liveness
 from hyper_resume.trainer.payload import collect_extra_state, collect_payload
 from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.restore import restore
 from hyper_resume.trainer.state import TrainerState
+from hyper_resume.trainer.unchanged_buckets import UnchangedBuckets
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class CheckpointerCallback(Callback):
         self.checkpointer.add_listener(self._note_durable)
         self.last_saved: str | None = None
         self._last_saved_step = _NEVER_SAVED
-        self._liveness = Liveness()
+        self._unchanged_buckets = UnchangedBuckets()
         self._records: Path | None = _trajectory_directory(trainer)
         if self.config.save_optimizer or self.config.restore_optimizer:
             flatten_optimizers(trainer.optimizer)
@@ -90,7 +90,7 @@ class CheckpointerCallback(Callback):
         path = self._resolve_restore_path()
         certificate = None if path is None else self._load_checkpoint(path)
         if self.config.save_ckpt:
-            # Weights alone are no run to go on with: this one starts from scratch, from other initial weights.
+            # A restore of the weights alone continues no run: this one starts from scratch, from those weights.
             self.checkpointer.begin_run(
                 self.config.checkpoint_dir, restored_from=path if self.config.restore_train_state else None
             )
@@ -102,7 +102,7 @@ class CheckpointerCallback(Callback):
         if not self.config.save_ckpt:
             return
         step = self._state.global_step
-        self._liveness.saw_step(getattr(self._state, "lrs", ()))
+        self._unchanged_buckets.note_step(getattr(self._state, "lrs", ()))
         if self.config.save_steps > 0 and step % self.config.save_steps == 0:
             self._save_once(step)
 
@@ -125,23 +125,23 @@ class CheckpointerCallback(Callback):
         self.wait_for_pending_save()
 
     def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Let a save in flight finish; its own failure is logged, because the first error is the one to raise."""
+        """Let a save in flight finish; its failure is logged only, because the first error is the one that is raised."""
         try:
             self.wait_for_pending_save()
         except Exception:
-            logger.exception("the save in flight failed while training was broken off")
+            logger.exception("the save in flight failed while training was stopping")
 
     def wait_for_pending_save(self) -> None:
         """Wait for an asynchronous save in flight and raise its failure on every rank."""
         self.checkpointer.maybe_wait_for_async_save()
 
     def save_before_leaving(self) -> str:
-        """Save this step synchronously unless that is done, and return its directory. For a job that has to go now.
+        """Save this step synchronously unless it is saved, and return its directory. For a job that must stop now.
 
-        A failure of the save in flight is logged, not raised: what counts is that the job's last state gets saved.
+        A failure of the save in flight is logged, not raised: the state that matters is the one that is saved now.
 
         Raises:
-            CheckpointSaveError: it could not be saved; raised on every rank.
+            CheckpointSaveError: the step could not be saved; raised on every rank.
         """
         try:
             self.wait_for_pending_save()
@@ -183,9 +183,11 @@ class CheckpointerCallback(Callback):
         check_replicas(_tensors(payload))
         if config.save_train_state:
             payload["extra_state"] = collective.on_all_ranks(lambda: collect_extra_state(self.trainer))
-        movable = self._liveness.movable(self.trainer, payload, state.global_step)
+        changeable = self._unchanged_buckets.changeable(self.trainer, payload, state.global_step)
         self.checkpointer.save(str(directory), payload, global_step=state.global_step, save_async=save_async, **options)
-        for warning in self._liveness.check(state.global_step, self.checkpointer.last_bucket_digests, movable):
+        for warning in self._unchanged_buckets.check(
+            state.global_step, self.checkpointer.last_bucket_digests, changeable
+        ):
             logger.warning("%s", warning)
 
     def _directory(self) -> Path:
@@ -213,7 +215,7 @@ class CheckpointerCallback(Callback):
         return certificate
 
     def _publish(self, certificate: Certificate) -> None:
-        """Show and store what the restore did."""
+        """Log and store the certificate of the restore."""
         if collective.rank() != 0:
             return
         logger.info("Restore certificate of %s:\n  %s", certificate.path, "\n  ".join(certificate.lines()))
@@ -221,13 +223,13 @@ class CheckpointerCallback(Callback):
         store_certificate(certificate, [*directories, *([self._records] if self._records else [])])
 
     def _resolve_restore_path(self) -> str | None:
-        """Rank 0 decides, all ranks follow.
+        """Return the directory to restore from, the same on all ranks: rank 0 reads the disk.
 
-        ``LATEST`` with nothing there starts from scratch, whatever ``on_mismatch`` says: the command that goes on with a job
-        is the one that starts it, and nothing that was saved is passed over.
+        ``LATEST`` without any checkpoint starts from scratch, whatever ``on_mismatch`` is: the command that resumes a job is
+        the one that starts it, and no checkpoint is skipped.
 
         Raises:
-            CheckpointNotFoundError: an explicit path that is no directory, on every rank.
+            CheckpointNotFoundError: an explicit path that is not a directory; raised on every rank.
         """
         wanted = self.config.restore_from
         if wanted is None:
@@ -245,7 +247,7 @@ class CheckpointerCallback(Callback):
             if not path.is_dir():
                 raise CheckpointNotFoundError(
                     describe(
-                        "checkpoint.restore_from names no directory",
+                        "checkpoint.restore_from is not a directory",
                         where=str(path),
                         expected="an existing global_step_N directory, or LATEST",
                         found="a file" if path.exists() else "nothing",
@@ -317,7 +319,7 @@ def _trajectory_directory(trainer: Any) -> Path | None:
 
 
 def _metrics(state: Any, name: str) -> dict[str, float]:
-    """Return the metric that retention ranks by.
+    """Return the metric by which retention ranks checkpoints.
 
     Raises:
         ConfigError: the trainer has no such number.
@@ -329,11 +331,11 @@ def _metrics(state: Any, name: str) -> dict[str, float]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(
             describe(
-                f"there is no metric {name!r} to choose the best checkpoints by",
+                f"there is no metric {name!r} by which to keep the best checkpoints",
                 where="checkpoint.keep_best_metric",
                 expected="a number in trainer.state, or in trainer.state.metrics",
                 found="nothing" if value is None else type(value).__name__,
-                do="set it before the save (a callback of your own runs before the checkpointer), or name another one",
+                do="set it before the save (your own callbacks run before the checkpointer), or set another metric",
             )
         )
     return {name: float(value)}

@@ -1,4 +1,4 @@
-"""A job that is asked to stop saves and leaves, on all ranks at the same step, whoever of them was asked."""
+"""On a signal to any rank, all ranks save after the same step and stop."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 class PreemptionCallback(Callback):
-    """Turns a signal into a save at the next step edge and a :class:`PreemptedError` on every rank.
+    """Turns a signal into a save after the running step and a :class:`PreemptedError` on every rank.
 
-    A signal sets a flag and nothing else, so it may come at any moment: in a long step, in another callback's evaluation, in a
-    save. At each step edge the ranks agree by one small all-reduce. It comes after every other callback in every hook: an edge
-    is where all of them have seen the step.
+    A signal only sets a flag, so it may come at any moment: in a long step, in another callback's evaluation, in a save. After
+    each step the ranks exchange their flags by one small all-reduce. This callback runs after every other one in every hook, so
+    all of them have processed the step.
 
-    After the last planned step nothing is broken off any more: what is asked for then is saved at once, and the training ends
-    as a finished one.
+    After the last planned step, training is not stopped early: the step is saved, and training ends normally.
     """
 
     def __init__(self, trainer: Any, checkpointer: CheckpointerCallback) -> None:
-        """Watch for ``checkpoint.preemption_signals``; ``checkpointer`` is who saves."""
+        """Handle ``checkpoint.preemption_signals``; ``checkpointer`` saves."""
         super().__init__(trainer)
         self._checkpointer = checkpointer
         self._numbers = [signal.Signals[name] for name in trainer.config.checkpoint.preemption_signals]
@@ -44,24 +43,24 @@ class PreemptionCallback(Callback):
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Install the handlers; Python runs them in the main thread only, so elsewhere another rank has to be asked."""
+        """Install the handlers. Python allows that in the main thread only; elsewhere this rank notices no signal itself."""
         self._group = collective.new_cpu_group()
         self._received = None
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
-                self._before[number] = signal.signal(number, self._take_note)
+                self._before[number] = signal.signal(number, self._set_flag)
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Ask all ranks; if any was asked to stop, save and leave.
+        """Exchange the flags of all ranks; if any received a signal, save and raise.
 
-        1. every rank: one all-reduce of the number of ranks that were asked; 2. if there are any: gathers who and by what;
+        1. every rank: one all-reduce of the number of ranks with a signal; 2. if there are any: gathers their signals;
         3. every rank: saves, synchronously; 4. every rank: raises.
 
         Raises:
-            PreemptedError: the step is saved, on every rank.
-            CheckpointSaveError: it could not be saved, on every rank.
+            PreemptedError: the step is saved; on every rank.
+            CheckpointSaveError: the step could not be saved; on every rank.
         """
-        asked = self._who_was_asked()
+        asked = self._received_by_rank()
         if not asked:
             return
         current: TrainerState = self.trainer.state
@@ -83,24 +82,24 @@ class PreemptionCallback(Callback):
         )
 
     def on_train_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Put the old handlers back. What was received since the last edge is dropped: there is nothing left to stop."""
+        """Restore the earlier handlers. A signal since the last step is dropped: there is nothing left to stop."""
         for number, handler in self._before.items():
-            # None: it was not installed from Python, and can't be.
+            # None: the handler was not installed from Python and can't be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
 
     def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Put the old handlers back."""
+        """Restore the earlier handlers."""
         self.on_train_end()
 
     # ---- the flag ---------------------------------------------------------------------------------------------------
 
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
+    def _set_flag(self, number: int, frame: FrameType | None) -> None:
         self._received = signal.Signals(number)
 
-    def _who_was_asked(self) -> Mapping[int, str]:
+    def _received_by_rank(self) -> Mapping[int, str]:
         """Return rank -> name of its signal, the same on all ranks."""
-        # Looked at once: a signal between two looks would make this rank contradict itself. It waits for the next edge.
+        # Read once: a signal between two reads would make this rank contradict itself. It counts after the next step.
         received = self._received
         if not collective.is_distributed():
             return {} if received is None else {0: received.name}

@@ -1,4 +1,4 @@
-"""One record a step and rank: what two runs are compared by."""
+"""One record per step and rank, by which two runs are compared."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hyper_resume.trainer.state import TrainerState
 
 
 class TrajectoryCallback(Callback):
-    """Appends one JSON line a step to ``<dir>/trajectory_rank_{R}.jsonl``, floats unrounded.
+    """Appends one JSON line per step to ``<dir>/trajectory_rank_{R}.jsonl``, floats unrounded.
 
-    With ``digests`` each line also has digests of this rank's part of the model, of the optimizer and of each random
-    stream, as they are after the step.
+    With ``digests`` each line also has digests of this rank's shard of the model, of the optimizer and of each random
+    stream, taken after the step.
     """
 
     def __init__(self, trainer: Any, *, directory: str, digests: bool) -> None:
-        """Open nothing yet: directory and file are made by the first record, so a run that can't start leaves neither."""
+        """Open nothing yet: the first record creates directory and file, so a run that can't start leaves neither."""
         super().__init__(trainer)
         self._prepared = False
         self._path = Path(directory) / f"trajectory_rank_{collective.rank()}.jsonl"
@@ -65,6 +65,6 @@ class TrajectoryCallback(Callback):
 
 
 def _without_lr(part: dict[str, Any]) -> dict[str, Any]:
-    """Leave each group's lr out: it is the scheduler's, stands in its own column, and would put the blame elsewhere."""
+    """Leave each group's lr out: it belongs to the scheduler and has its own column."""
     groups = [{key: value for key, value in group.items() if key != "lr"} for group in part["param_groups"]]
     return {**part, "param_groups": groups}

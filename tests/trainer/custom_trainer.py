@@ -15,10 +15,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from hyper_resume.config import CheckpointingConfig
 from hyper_resume.data import DataLoader
 from hyper_resume.trainer.callbacks import CheckpointerCallback, TrainerState
-from tests.trainer.parts import VOCABULARY, Ids, Net, Record, live_state, seed_streams
+from tests.trainer.tiny_training import VOCABULARY, Ids, Net, Record, live_state, seed_streams
 
 
-def make_duck(checkpoint_dir: Path, *, optimizers: int = 1, as_lists: bool = False, **checkpoint: Any) -> Any:
+def make_custom_trainer(checkpoint_dir: Path, *, optimizers: int = 1, as_lists: bool = False, **checkpoint: Any) -> Any:
     """A fresh namespace: 14 samples in batches of 3 make 5 steps an epoch.
 
     Args:
@@ -55,7 +55,7 @@ def plain_optimizers(trainer: Any) -> list[torch.optim.Optimizer]:
     return [leaf for item in as_list(trainer.optimizer) for leaf in getattr(item, "chained_optimizers", [item])]
 
 
-def train_duck(trainer: Any, until_step: int) -> list[Record]:
+def train_custom_trainer(trainer: Any, until_step: int) -> list[Record]:
     """Restore if asked to, train to ``until_step`` through all four hooks; one record a step."""
     callback = CheckpointerCallback(trainer)
     callback.on_train_begin(trainer.state)

@@ -12,7 +12,7 @@ from torch import nn
 
 from hyper_resume.trainer.base import BaseTrainer
 from hyper_resume.trainer.callbacks import Callback
-from tests.trainer.parts import (
+from tests.trainer.tiny_training import (
     Ids,
     Record,
     StoppedOnPurpose,

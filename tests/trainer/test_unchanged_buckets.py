@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback
 from tests.ranks import run_ranks
-from tests.trainer.duck import make_duck, train_duck
-from tests.trainer.parts import MakeCallback, make_trainer, run_config, train
-from tests.trainer.test_other_parts import ForeignLoader
+from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
+from tests.trainer.test_stateful_objects import ForeignLoader
+from tests.trainer.tiny_training import MakeCallback, make_trainer, run_config, train
 
 pytestmark = pytest.mark.xdist_group("liveness")
 
@@ -57,7 +57,7 @@ def test_weights_that_stand_still_are_named_with_both_steps(tmp_path: Path, capl
 
 
 def test_an_optimizer_that_stands_still_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make_duck(tmp_path, save_steps=2, save_epochs=0)
+    trainer = make_custom_trainer(tmp_path, save_steps=2, save_epochs=0)
     trainer.lr_scheduler = None
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.01, momentum=0.9)
     callback = CheckpointerCallback(trainer)
@@ -116,11 +116,11 @@ def test_weights_are_not_warned_of_while_every_learning_rate_is_zero(
 
 
 def test_an_optimizer_without_state_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make_duck(tmp_path, save_steps=1, save_epochs=0)
+    trainer = make_custom_trainer(tmp_path, save_steps=1, save_epochs=0)
     trainer.lr_scheduler = []
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.01)
     with caplog.at_level(logging.WARNING):
-        train_duck(trainer, until_step=4)
+        train_custom_trainer(trainer, until_step=4)
     assert _still(caplog) == []
 
 
@@ -134,7 +134,7 @@ def test_a_foreign_position_that_is_the_same_after_every_epoch_is_not_warned_of(
 
 
 def test_a_frozen_model_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make_duck(tmp_path, save_steps=1, save_epochs=0)
+    trainer = make_custom_trainer(tmp_path, save_steps=1, save_epochs=0)
     callback = CheckpointerCallback(trainer)
     callback.on_train_begin()
     trainer.model.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Digests of each bucket as it was read and as it lives after a restore, in one form, so that the two can be compared."""
+"""Digests of each bucket as read from the checkpoint and as restored in the live trainer, in one comparable form."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from hyper_resume.state.rng import collect_rng
 from hyper_resume.state.scheduler import collect_schedulers, expected_scheduler_states
 from hyper_resume.state.stateful import collect_stateful
 from hyper_resume.trainer.payload import as_list, collect_progress, device_type, stateful_of
-from hyper_resume.trainer.progress import knows_position
+from hyper_resume.trainer.resume_point import knows_position
 
-# Made when state is collected, from the state itself.
+# Derived from the state when it is collected.
 _DERIVED = frozenset({"state_keys"})
 
 
 def read_digests(trainer: Any, payload: Mapping[str, Any], extra_state: Mapping[str, Any]) -> dict[str, str]:
-    """Return bucket -> digest of this rank's part of what was read; only buckets that a live trainer can be asked for."""
-    parts: dict[str, Any] = {"model": payload["model"]}
+    """Return bucket -> digest of what this rank read, for the buckets whose live state can be collected again."""
+    read: dict[str, Any] = {"model": payload["model"]}
     if "optimizer" in payload:
-        parts["optimizer"] = _plain_optimizers(payload["optimizer"])
+        read["optimizer"] = _plain_optimizers(payload["optimizer"])
     if extra_state:
         progress = collect_progress(trainer)
         schedulers, names = as_list(trainer.lr_scheduler), parameter_names(trainer.model)
-        parts["progress"] = {key: extra_state.get(key, value) for key, value in progress.items()}
-        parts["lr_scheduler"] = expected_scheduler_states(schedulers, extra_state.get("lr_scheduler") or [], names)
+        read["progress"] = {key: extra_state.get(key, value) for key, value in progress.items()}
+        read["lr_scheduler"] = expected_scheduler_states(schedulers, extra_state.get("lr_scheduler") or [], names)
         if knows_position(trainer.train_dataloader):
-            parts["train_dataloader"] = extra_state.get("train_dataloader")
+            read["train_dataloader"] = extra_state.get("train_dataloader")
         saved = extra_state.get("stateful") or {}
-        parts["stateful"] = {name: saved[name] for name in stateful_of(trainer) if name in saved}
-        parts["rng_state"] = extra_state["rng_state"]
-    return {bucket: state_digest_text(part) for bucket, part in parts.items()}
+        read["stateful"] = {name: saved[name] for name in stateful_of(trainer) if name in saved}
+        read["rng_state"] = extra_state["rng_state"]
+    return {bucket: state_digest_text(state) for bucket, state in read.items()}
 
 
 def live_digests(
     trainer: Any, payload: Mapping[str, Any], extra_state: Mapping[str, Any], buckets: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return bucket -> digest of the live state, of those ``buckets`` and in the form of :func:`read_digests`.
+    """Return bucket -> digest of the live state, for the given ``buckets`` and in the form of :func:`read_digests`.
 
-    The position of a loader is asked only where it is plainly told: a foreign loader's ``state_dict`` may start workers.
+    The data position is collected only from a loader that reports it as plain numbers: a foreign loader's ``state_dict`` may
+    start workers.
     """
     names = parameter_names(trainer.model)
     live: dict[str, Any] = {}
@@ -64,7 +65,7 @@ def live_digests(
         live["rng_state"] = collect_rng(device_type(trainer))
     if "train_dataloader" in buckets:
         live["train_dataloader"] = trainer.train_dataloader.state_dict()
-    return {bucket: state_digest_text(part) for bucket, part in live.items()}
+    return {bucket: state_digest_text(state) for bucket, state in live.items()}
 
 
 def _plain_optimizers(optimizers: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From one counter to a place in the data: (global_step) -> (start_epoch, start_step)."""
+"""From ``global_step`` to the place in the data where a resumed training starts: (start_epoch, start_step)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ logger = logging.getLogger(__name__)
 
 
 def accumulation_steps(trainer: Any) -> int:
-    """Return how many micro-batches make an optimizer step (1 for a trainer that does not say)."""
+    """Return the micro-batches per optimizer step; 1 for a trainer without that setting."""
     training = getattr(trainer.config, "training", None)
     return int(getattr(training, "gradient_accumulation_steps", 1))
 
 
 def steps_per_epoch(trainer: Any) -> int:
-    """Return OPTIMIZER steps in an epoch; the last one of an epoch may have fewer micro-batches.
+    """Return the OPTIMIZER steps per epoch; the last one of an epoch may have fewer micro-batches.
 
     A loader without a length gives ``trainer.train_steps``: one endless epoch.
     """
@@ -29,9 +29,9 @@ def steps_per_epoch(trainer: Any) -> int:
 def resume_point(trainer: Any, *, positioned: bool) -> tuple[int, int]:
     """Return (start_epoch, start_step), start_step counting optimizer steps into that epoch.
 
-    They are derived from ``global_step`` (specification 3.3), and held against the data position where the loader knows its
-    own (``epoch``, ``batches_consumed``). The two differ when the position was dropped because the data changed, or when an
-    epoch has another length now; the loader is then right, because it is what will be read.
+    They are derived from ``global_step`` (specification 3.3) and compared with the loader's own position (``epoch``,
+    ``batches_consumed``) where it has one. The two differ when the position was dropped because the data changed, or when an
+    epoch has another length now; the loader's position then counts, because it decides what is read.
     """
     loader = trainer.train_dataloader
     if not positioned or not knows_position(loader):
@@ -43,18 +43,18 @@ def resume_point(trainer: Any, *, positioned: bool) -> tuple[int, int]:
 
 
 def knows_position(loader: Any) -> bool:
-    """True for a loader that says where it stands."""
+    """True for a loader that reports its own position."""
     return hasattr(loader, "batches_consumed") and hasattr(loader, "epoch")
 
 
 def check_position(trainer: Any, global_step: int, epoch: int, batches_consumed: int) -> str | None:
-    """Return why training would not go on at the place that ``global_step`` means; None when it would."""
+    """Return why training would not continue at the place that ``global_step`` gives; None when it would."""
     derived, actual = _derived(trainer, global_step), _actual(trainer, epoch, batches_consumed)
     if actual == derived:
         return None
     return (
-        f"global_step {global_step} at {steps_per_epoch(trainer)} steps an epoch would be epoch {derived[0]}, "
-        f"step {derived[1]}, but the data position is epoch {actual[0]}, step {actual[1]}; the data position is followed"
+        f"global_step {global_step} at {steps_per_epoch(trainer)} steps per epoch is epoch {derived[0]}, "
+        f"step {derived[1]}, but the data position is epoch {actual[0]}, step {actual[1]}; the data position is used"
     )
 
 

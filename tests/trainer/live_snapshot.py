@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from tests.trainer.duck import as_list, plain_optimizers
-from tests.trainer.parts import live_state
+from tests.trainer.custom_trainer import as_list, plain_optimizers
+from tests.trainer.tiny_training import live_state
 
 
-def whole_state(trainer: Any) -> dict[str, Any]:
+def live_snapshot(trainer: Any) -> dict[str, Any]:
     """Digests of tensors and streams, and copies of all plain state."""
     return copy.deepcopy(
         {

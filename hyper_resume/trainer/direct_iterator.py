@@ -1,4 +1,4 @@
-"""Reading an epoch for a training that saves nothing: no position is noted until somebody asks for it."""
+"""Iterates over an epoch in a training that saves nothing: no position is recorded unless it is asked for."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hyper_resume.errors import UnsupportedError, describe
 
 
 class DirectIter(Iterator[Any]):
-    """Stands in for :class:`~hyper_resume.data.prefetch.HyperIter` where nothing is saved and no thread reads ahead.
+    """Replaces :class:`~hyper_resume.data.prefetch.HyperIter` where nothing is saved and no thread reads ahead.
 
-    A batch goes from the loader to training as it is. The loader stands behind the batch last handed out then, because only
-    training takes batches, so that a callback which asks for the position gets the loader's, at that moment.
+    A batch goes from the loader to training unchanged. As only training takes batches, the loader's own position is the one
+    after the last batch, and a callback that asks for the position gets it from the loader.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        """Stand before the next batch of ``loader``; ``iter(loader)`` is called at once."""
+        """Start before the next batch of ``loader``; ``iter(loader)`` is called at once."""
         self._iterator = iter(loader)
         self._source: Any = self._iterator if isinstance(self._iterator, EpochIterator) else loader
 
@@ -29,7 +29,7 @@ class DirectIter(Iterator[Any]):
 
     @property
     def sample_ids(self) -> list[int]:
-        """Dataset indices of the batch last handed out, not to be changed; empty when the loader doesn't tell."""
+        """Dataset indices of the last batch, not to be changed; empty when the loader does not report them."""
         found: list[int] = getattr(self._iterator, "sample_ids", [])
         return found
 
@@ -47,7 +47,7 @@ class DirectIter(Iterator[Any]):
         return next(self._iterator)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state as of the batch last handed out, for the loader's ``load_state_dict``.
+        """The loader's state after the last batch, for the loader's ``load_state_dict``.
 
         Raises:
             UnsupportedError: the loader has no ``state_dict`` (see :attr:`has_state`).
@@ -55,11 +55,11 @@ class DirectIter(Iterator[Any]):
         if not self.has_state:
             found = type(self._source).__name__
             raise UnsupportedError(describe("the loader has no state_dict", found=found, do="check has_state first"))
-        # A foreign state may be live: it would go on changing in the hands of whoever asked.
+        # A foreign loader may return its live state, which would change in the caller's hands.
         state: dict[str, Any] = copy.deepcopy(self._source.state_dict())
         return state
 
     def close(self) -> None:
-        """End the loader's workers; the loader's position stays behind the batch last handed out."""
+        """End the loader's workers; the loader's position stays after the last batch."""
         if isinstance(self._iterator, EpochIterator):
             self._iterator.close()

@@ -1,8 +1,8 @@
 """Why a restore would not be exact, bucket by bucket, before anything is changed.
 
-Each of these differences is a deliberate leniency (specification 9.3): a warning by default, where the bucket's own ``apply``
-gives it, and a refusal with ``checkpoint.on_mismatch: error``. ``LATEST`` with nothing there is none of them: the same command
-has to start a job and to go on with it, so it starts from scratch either way.
+Each of these mismatches is accepted on purpose (specification 9.3): by default it is a warning, which the ``apply`` function of
+most buckets logs; with ``checkpoint.on_mismatch: error`` it is a refusal. ``LATEST`` without any checkpoint is no mismatch: one
+command must be able both to start a job and to resume it, so training starts from scratch either way.
 """
 
 from __future__ import annotations
@@ -27,77 +27,77 @@ from hyper_resume.state.rng import check_rng
 from hyper_resume.state.scheduler import check_scheduler_fields, check_schedulers
 from hyper_resume.state.stateful import check_stateful
 from hyper_resume.trainer.payload import as_list, device_type, stateful_of
-from hyper_resume.trainer.progress import check_position, knows_position
+from hyper_resume.trainer.resume_point import check_position, knows_position
 
 NOT_ASKED_FOR = "not asked for"
 _NOTHING = "neither the checkpoint nor this trainer has any"
 _OTHER_RANKS = "the number of ranks changed: random streams start from the seed instead of where they were"
-# What a checkpoint of this library holds at its top; anything else is not restored by anyone.
-_KNOWN_PARTS = frozenset({"model", "optimizer", "extra_state", "save_id"})
+# The top-level entries of a checkpoint of this library; nothing restores any other entry.
+_KNOWN_ENTRIES = frozenset({"model", "optimizer", "extra_state", "save_id"})
 
 
 @dataclass(kw_only=True)
-class Findings:
-    """What this rank found.
+class Mismatches:
+    """The mismatches of this rank.
 
-    ``reasons``: bucket -> why it would not be exact. ``absent``: bucket -> why there is nothing to restore. ``to_warn``: those
-    reasons that nobody else logs.
+    ``reasons``: bucket -> why its restore would not be exact. ``absent``: bucket -> why there is nothing to restore.
+    ``unlogged``: those reasons that no other code logs, so the restore logs them.
     """
 
     reasons: dict[str, list[str]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
-    to_warn: list[str] = field(default_factory=list)
+    unlogged: list[str] = field(default_factory=list)
 
     def add(self, bucket: str, reasons: list[str], *, warn: bool = False) -> None:
-        """File ``reasons`` under ``bucket``."""
+        """Add ``reasons`` to ``bucket``; with ``warn`` the restore logs them."""
         self.reasons.setdefault(bucket, []).extend(reasons)
         if warn:
-            self.to_warn.extend(reasons)
+            self.unlogged.extend(reasons)
 
     def all_reasons(self) -> list[str]:
         """Every reason, with its bucket."""
         return [f"{bucket}: {reason}" for bucket, reasons in self.reasons.items() for reason in reasons]
 
 
-def check_all(
+def find_mismatches(
     trainer: Any,
     config: CheckpointingConfig,
     entries: Mapping[str, Any] | None,
     payload: Mapping[str, Any],
     extra_state: Mapping[str, Any],
     path: str,
-) -> Findings:
-    """Look at every bucket; nothing is changed and no other rank is asked.
+) -> Mismatches:
+    """Compare every bucket with the live trainer; changes nothing and enters no collective.
 
     Args:
-        trainer: the live one.
+        trainer: the live trainer.
         config: which buckets are restored.
-        entries: the checkpoint's flattened entry names; None where the backend can't say.
+        entries: the checkpoint's flattened entry names; None where the backend does not provide them.
         payload: model and optimizer as they were read.
         extra_state: this rank's training state as it was read.
-        path: of the checkpoint, for messages.
+        path: the checkpoint, for messages.
 
     Raises:
-        CheckpointMismatchError: a part can't be applied at all.
+        CheckpointMismatchError: a bucket can't be applied at all.
     """
-    findings = Findings()
+    mismatches = Mismatches()
     if entries is not None:
-        findings.add("model", check_model(trainer.model, entries), warn=True)
-    _check_optimizer(findings, trainer, config, entries, payload, path)
+        mismatches.add("model", check_model(trainer.model, entries), warn=True)
+    _check_optimizer(mismatches, trainer, config, entries, payload, path)
     if config.restore_train_state:
-        _check_training_state(findings, trainer, extra_state)
-        unknown = sorted(name for name in entries or () if name.split(".", 1)[0] not in _KNOWN_PARTS)
+        _check_training_state(mismatches, trainer, extra_state)
+        unknown = sorted(name for name in entries or () if name.split(".", 1)[0] not in _KNOWN_ENTRIES)
         if unknown:
             text = f"the checkpoint holds entries of no known bucket; not restored: {first_names(unknown)}"
-            findings.add("stateful", [text], warn=True)
+            mismatches.add("stateful", [text], warn=True)
     else:
         for bucket in ("progress", "lr_scheduler", "train_dataloader", "rng_state", "stateful"):
-            findings.absent[bucket] = NOT_ASKED_FOR
-    return findings
+            mismatches.absent[bucket] = NOT_ASKED_FOR
+    return mismatches
 
 
 def _check_optimizer(
-    findings: Findings,
+    mismatches: Mismatches,
     trainer: Any,
     config: CheckpointingConfig,
     entries: Mapping[str, Any] | None,
@@ -105,45 +105,45 @@ def _check_optimizer(
     path: str,
 ) -> None:
     if not config.restore_optimizer:
-        findings.absent["optimizer"] = NOT_ASKED_FOR
+        mismatches.absent["optimizer"] = NOT_ASKED_FOR
         return
     optimizers, names = flatten_optimizers(trainer.optimizer), parameter_names(trainer.model)
     if entries is not None:
-        findings.add("optimizer", check_optimizer_count(optimizers, entries, path))
-        findings.add("optimizer", check_optimizer_entries(optimizers, names, entries))
+        mismatches.add("optimizer", check_optimizer_count(optimizers, entries, path))
+        mismatches.add("optimizer", check_optimizer_entries(optimizers, names, entries))
         if saved_optimizer_count(entries) == 0:
-            findings.absent["optimizer"] = "the checkpoint holds none"
-    findings.add("optimizer", check_optimizers(optimizers, names, payload["optimizer"]))
+            mismatches.absent["optimizer"] = "the checkpoint holds none"
+    mismatches.add("optimizer", check_optimizers(optimizers, names, payload["optimizer"]))
 
 
-def _check_training_state(findings: Findings, trainer: Any, extra_state: Mapping[str, Any]) -> None:
+def _check_training_state(mismatches: Mismatches, trainer: Any, extra_state: Mapping[str, Any]) -> None:
     schedulers, saved = as_list(trainer.lr_scheduler), extra_state.get("lr_scheduler") or []
-    findings.add("lr_scheduler", check_schedulers(schedulers, saved))
-    findings.add("lr_scheduler", check_scheduler_fields(schedulers, saved), warn=True)
+    mismatches.add("lr_scheduler", check_schedulers(schedulers, saved))
+    mismatches.add("lr_scheduler", check_scheduler_fields(schedulers, saved), warn=True)
     if not schedulers and not saved:
-        findings.absent["lr_scheduler"] = _NOTHING
+        mismatches.absent["lr_scheduler"] = _NOTHING
     position = extra_state.get("train_dataloader")
     changes = check_dataloader(trainer.train_dataloader, position)
-    findings.add("train_dataloader", changes)
+    mismatches.add("train_dataloader", changes)
     if position is None:
-        findings.absent["train_dataloader"] = "the checkpoint holds none"
+        mismatches.absent["train_dataloader"] = "the checkpoint holds none"
     elif not changes and knows_position(trainer.train_dataloader):
         place = [position.get(key) for key in ("epoch", "batches_consumed")]
         if all(type(number) is int for number in place):
             moved = check_position(trainer, extra_state["global_step"], *place)
-            findings.add("progress", [] if moved is None else [moved])
+            mismatches.add("progress", [] if moved is None else [moved])
     found, states = stateful_of(trainer), extra_state.get("stateful") or {}
-    findings.add("stateful", check_stateful(found, states))
+    mismatches.add("stateful", check_stateful(found, states))
     if not found and not states:
-        findings.absent["stateful"] = _NOTHING
+        mismatches.absent["stateful"] = _NOTHING
     if is_own_rank(extra_state):
-        findings.add("rng_state", check_rng(extra_state["rng_state"], device_type(trainer)), warn=True)
+        mismatches.add("rng_state", check_rng(extra_state["rng_state"], device_type(trainer)), warn=True)
         return
-    findings.add("rng_state", [_OTHER_RANKS], warn=True)
+    mismatches.add("rng_state", [_OTHER_RANKS], warn=True)
     if set(found) & set(states):
-        findings.add("stateful", [f"the number of ranks changed: this is the state of rank {extra_state['rank']}"])
+        mismatches.add("stateful", [f"the number of ranks changed: this is the state of rank {extra_state['rank']}"])
 
 
 def is_own_rank(extra_state: Mapping[str, Any]) -> bool:
-    """True when this very rank, of as many, saved the training state."""
+    """True when the training state was saved by this rank in a world of the same size."""
     return (extra_state["rank"], extra_state["world_size"]) == (collective.rank(), collective.world_size())
