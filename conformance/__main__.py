@@ -149,7 +149,7 @@ def _recheck(arguments: argparse.Namespace, words: list[str]) -> int:
         outcome = (
             item.now
             if item.agrees
-            else f"{item.now}, was {item.then} (blamed {item.blamed_now}, was {item.blamed_then})"
+            else f"{item.now}, was {item.then} (bucket {item.blamed_now}, was {item.blamed_then})"
         )
         print(f"{item.key}: {outcome}{': ' + item.reason if item.reason else ''}")
     different = sum(not item.agrees for item in found)
@@ -186,7 +186,7 @@ def _entries(ids: Sequence[str], number: int = 1, parts: int = 1) -> tuple[Sabot
     require_known(ids, (entry.id for entry in entries))
     chosen = tuple(entry for entry in entries if not ids or entry.id in ids)[number - 1 :: parts]
     if not chosen:
-        raise SerialError(f"part {number} of {parts} is empty: no more than {number - 1} sabotages were asked for")
+        raise SerialError(f"part {number} of {parts} is empty: only {number - 1} sabotages or fewer are selected")
     return chosen
 
 

@@ -29,7 +29,7 @@ class DeathNotVerifiedError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """One process. ``start_ticks`` tells it from a later process that was given the same pid.
+    """One process. ``start_ticks`` distinguishes it from a later process with the same pid.
 
     ``status`` is the wait status of one that ended and was not reaped yet; None for a living one. Only a process of the same
     user may be asked for it.

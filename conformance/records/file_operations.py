@@ -45,7 +45,7 @@ def name_problem(text: str) -> str:
 
 
 def selects_operation(wanted: int | str, number: int, change: str) -> bool:
-    """True when ``asked`` is the change's number, or a name that ``change`` (its kind, and where) matches."""
+    """True when ``wanted`` is the change's number, or a pattern that ``change`` (its kind and path) matches."""
     return fnmatch.fnmatchcase(change, wanted) if isinstance(wanted, str) else number == wanted
 
 

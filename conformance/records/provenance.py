@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-# What may change a result. Anything else in the environment is nobody's business.
+# The variables that may change a result; no others are recorded.
 _SETTINGS = (
     "CI",
     "CUBLAS_WORKSPACE_CONFIG",

@@ -218,7 +218,7 @@ class Workers:
     """Clean interpreters that have torch loaded (some 4 s, all at once) and take jobs. A context manager."""
 
     def __init__(self, count: int = 2, *, preload: Sequence[str] = ()) -> None:
-        """``count`` interpreters, that import ``preload`` beside torch before their first job."""
+        """Start ``count`` interpreters, which import torch and ``preload`` before their first job."""
         context = multiprocessing.get_context("spawn")
         self._processes: dict[Connection, Any] = {}
         for number in range(count):

@@ -23,7 +23,7 @@ _NUMBERS = ("loss", "lr", "grad_norm")
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A reference leg, and its calibration where one was asked for."""
+    """A reference leg, and its calibration, if one was requested."""
 
     record: LegRecord
     calibration: CalibrationRecord | None
@@ -44,7 +44,7 @@ class References:
     def get(
         self, job: Job, adapter: Adapter, launcher: Launcher, *, calibrate: bool, limit_seconds: float
     ) -> Reference:
-        """Return the reference leg of ``job``, run now if it was not before; ``new`` tells its first user."""
+        """Return the reference leg of ``job``, run now if it was not before; ``new`` is true for the first caller."""
         signature = signature_of(job)
         with self._lock:
             busy = self._busy.setdefault(signature, threading.Lock())

@@ -105,7 +105,7 @@ class Runner:
             launcher: starts the legs.
             reference_launcher: starts references, and edits and looks between legs; ``launcher`` by default.
             sabotage: a defect to put into every leg but the references.
-            repeat: a number that tells repeats of the same case apart; 0 for the first.
+            repeat: the number of this repeat of the case; 0 for the first.
         """
         begun = time.monotonic()
         if self._device != "cpu":

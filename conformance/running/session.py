@@ -190,7 +190,7 @@ def make_footer(
     reasons += [f"{name}: required, and there is no such case" for name in missing]
     reasons += [f"sabotage {record.id} was not caught: {record.reason}" for record in sabotages if not record.caught]
     reasons += [
-        f"sabotage {record.id} was blamed on {record.blamed_bucket}, not on {record.expected_bucket}"
+        f"sabotage {record.id} was attributed to {record.blamed_bucket}, expected {record.expected_bucket}"
         for record in sabotages
         if record.caught and not record.right_bucket
     ]

@@ -110,7 +110,7 @@ def sabotage_table(records: Iterable[SabotageRecord], *, clean: int, false_alarm
     """The table that ``python -m conformance sabotage`` prints."""
     records = list(records)
     width = max((len(record.id) for record in records), default=8)
-    lines = [f"{'sabotage':{width}}  caught  bucket blamed (expected)            by"]
+    lines = [f"{'sabotage':{width}}  caught  bucket (expected)                   by"]
     for record in records:
         blamed = record.blamed_bucket or "-"
         bucket = blamed if record.right_bucket else f"{blamed} ({record.expected_bucket})"

@@ -67,7 +67,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[HyperResumeError], str]] 
 
 
 def saved(folder: Path) -> Path:
-    """A step directory that all ranks wrote, and beside it the same state saved once more."""
+    """A step directory that all ranks wrote, and next to it a second save of the same state."""
     for root in ("again", ROOT):
         path = folder / root / f"global_step_{STEP}"
         DistributedCheckpointer().save(str(path), own_state(STEP), global_step=STEP)

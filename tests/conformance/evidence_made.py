@@ -1,4 +1,4 @@
-"""Evidence written down by hand, for checks whose right answer is known."""
+"""Hand-written evidence, for checks whose right outcome is known."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def killed(
 
 
 def status(of: Evidence, check: str, **parameters: Any) -> tuple[str, str | None]:
-    """The outcome of a check and what it blames."""
+    """The status of a check and its bucket."""
     typed = CHECKS.parameters(check, parameters, "here")
     record = run_check(check, typed, of)
     return record.status, record.blames

@@ -1,4 +1,4 @@
-"""Running cases on the stand-in trainer."""
+"""Runs cases on the stand-in trainer (stand_in_trainer.py)."""
 
 from __future__ import annotations
 

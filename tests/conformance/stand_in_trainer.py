@@ -1,7 +1,7 @@
-"""A trainer without a model that imports only probe.py: every value follows from a number that each step hashes on.
+"""A trainer without a model that imports only probe.py: every value is derived from a number that each step hashes.
 
-DEFECT in the environment breaks it in one way; so the right outcome of every case is known without running anything.
-As a module it is what a warm server forks: ``main`` is the same.
+DEFECT in the environment breaks it in one way, so the right outcome of every case is known in advance. A warm server can
+fork it as a module.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def hang_here(probe: Probe) -> None:
 
 
 def meet_the_others(probe: Probe) -> None:
-    """Come back when every rank of the leg is here."""
+    """Return when every rank of the leg has called this."""
     (probe.folder / f"here_rank_{probe.rank}").touch()
     while len(list(probe.folder.glob("here_rank_*"))) < probe.job["world_size"]:
         time.sleep(0.002)

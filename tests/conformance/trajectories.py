@@ -1,4 +1,4 @@
-"""Trajectories made up from formulas, for checks whose right answer is known in advance."""
+"""Trajectories computed from formulas, for checks whose right outcome is known in advance."""
 
 from __future__ import annotations
 

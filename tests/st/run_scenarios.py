@@ -1,7 +1,7 @@
 """The system tests with the stand-in as their trainer; ``DEFECT`` in the environment breaks it.
 
 ``python -m tests.st.run_scenarios run S1 ...`` is ``python -m st run S1 ...``, ``pytest -p tests.st.run_scenarios
-st/test_scenarios.py`` is ``pytest st/test_scenarios.py``: with the scenarios and the platforms that lie beside this file.
+st/test_scenarios.py`` is ``pytest st/test_scenarios.py``: with the scenarios and platforms next to this file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Trainer(StandInAdapter):
 
 
 def use_stand_in() -> None:
-    """Let this process know no other trainer, scenario and platform."""
+    """Replace the trainer, scenarios and platforms in this process."""
     ADAPTERS["hyper_resume"] = f"{__package__}.run_scenarios:Trainer"
     running.SCENARIOS = HERE / "scenarios"
     running.PLATFORMS = HERE / "platforms.yaml"

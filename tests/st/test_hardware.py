@@ -1,4 +1,4 @@
-"""A platform that is not there is told: what was looked for, what was found, one line a scenario, and by the exit code."""
+"""A missing platform is reported: what was looked for and found, one line per scenario, and the exit code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_is_there_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def pytest_of(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "tests.st.run_scenarios", "st/test_scenarios.py"]
     words = ["-m", "npu4", "--st-results", str(folder / "results"), *options]
-    # However wide: pytest cuts its summary to the terminal's width.
+    # Wide, because pytest cuts its summary to the terminal's width.
     environment = {**os.environ, "COLUMNS": "1000"}
     return subprocess.run(
         [*command, *words], cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=100

@@ -1,4 +1,4 @@
-"""Who interrupts the system tests in the middle of a leg gets them back at once, and no process is left."""
+"""Interrupting the system tests in the middle of a leg ends them at once, and no process is left."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ def test_nothing_is_left(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        # In a shell's background Ctrl-C is ignored, and whoever is started there inherits that.
+        # A shell's background processes ignore SIGINT, and their children inherit that.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         wait_for_step_3(results, runner)
         assert len(living_with(mark)) > 2
-        # A terminal sends Ctrl-C to the whole group in the foreground, whoever kills politely to one process.
+        # A terminal sends Ctrl-C to the whole foreground group; SIGTERM goes to one process.
         if number == signal.SIGINT:
             os.killpg(runner.pid, number)
         else:
             runner.send_signal(number)
-        told, _ = runner.communicate(timeout=30)
+        output, _ = runner.communicate(timeout=30)
     finally:
         runner.kill()
         left = living_with(mark)
         for line in left:
             os.kill(int(line.partition(":")[0]), signal.SIGKILL)
-    assert runner.returncode == code, told
+    assert runner.returncode == code, output
     assert left == []
     (folder,) = [path.parent for path in tmp_path.rglob("results.jsonl")]
     with pytest.raises(RecordError, match=r"no footer|torn"):

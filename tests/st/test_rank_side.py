@@ -1,6 +1,6 @@
-"""Rank-side tests where there is no MPI: what is typed wrongly is said, and nothing passes by not running.
+"""Rank-side tests without MPI: a wrong command is an error, and nothing passes by not running.
 
-What needs mpiexec stands in ``st/rank_side_selftest``, which ``tox -e mpi`` runs.
+Tests that need mpiexec are in ``st/rank_side_selftest``, which ``tox -e mpi`` runs.
 """
 
 from __future__ import annotations

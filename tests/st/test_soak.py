@@ -1,4 +1,4 @@
-"""The soak: its draw is fixed by the seed and possible, its ledger sees what is lost, and it turns red when it has to."""
+"""The soak: its draw depends on the seed only, lost steps are counted, and it fails when it has to."""
 
 from __future__ import annotations
 

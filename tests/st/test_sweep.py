@@ -1,4 +1,4 @@
-"""The crash sweep: its points are the changes on disk that a save really makes, and a save in the wrong order turns it red."""
+"""The crash sweep: its points are the changes on disk of a real save, and a save in the wrong order fails."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_pointer_that_moves_before_the_commit_turns_the_sweep_red(tmp_path: Pa
         "pointer-moved-before-the-commit",
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "the pointer holds '6'; whole checkpoints: [3]" in done.stdout
+    assert "the pointer holds '6'; complete checkpoints: [3]" in done.stdout
 
 
 def test_a_share_is_drawn_by_the_seed_and_never_empty() -> None:

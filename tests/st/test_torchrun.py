@@ -1,4 +1,4 @@
-"""Legs under a real torchrun: how every rank and every agent ended is known, whoever ended them, and nothing is left."""
+"""Legs under a real torchrun: the end of every rank and agent is known, and no process is left."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def stock_readers() -> dict[str, Reader]:
 
 
 def _differ(one: Any, other: Any) -> str:
-    return "" if one == other else "it was read as something else than it says"
+    return "" if one == other else "the value differs from the content"
 
 
 def tree(value: Any) -> Any:
@@ -147,7 +147,7 @@ def doubt_metadata(content: bytes, value: Any) -> str:
     if type(value).__qualname__ != "Metadata":
         return f"it is a {type(value).__qualname__}"
     if tree(value) != tree(pickle.loads(content)):
-        return "it was read as something else than it says"
+        return "the value differs from the content"
     for place in value.storage_data.values():
         inside = os.path.normpath(os.path.join("/base", place.relative_path))  # noqa: PTH118  a second opinion, without pathlib
         if not inside.startswith("/base/") or "\0" in place.relative_path or place.offset < 0 or place.length < 0:

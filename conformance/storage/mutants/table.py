@@ -1,7 +1,7 @@
-"""The changes that T7 puts into the library: each takes one protection away, or does two things in the wrong order.
+"""The mutants of T7: each change removes one protection, or reverses the order of two operations.
 
-``probes`` are those most likely to notice, the likeliest first. An ``explanation`` says why nothing is lost by a change that
-nobody can notice; a change with one that is noticed all the same counts as noticed.
+``probes`` are those most likely to detect it, the likeliest first. An ``explanation`` says why a mutant that survives is no
+loss; if it is detected all the same, it counts as detected.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ _ERRORS = (
         "errors/next save/write",
     ),
     _entry(
-        "commit-failure-kept-alone", "a commit that fails on rank 0 is not told to the others", "saving.publication:commit",
+        "commit-failure-kept-alone", "a commit that fails on rank 0 is not reported to the others", "saving.publication:commit",
         "collective.on_rank_zero(lambda: layout.commit(save.staging, save.target), group)",
         "layout.commit(save.staging, save.target) if collective.rank() == 0 else None", "errors/next save/rename",
     ),
@@ -292,7 +292,7 @@ _ERRORS = (
 
 _FORMS = (
     _entry(
-        "table-of-a-part-passes", "a table passes that tells of less, or more, than is before it", "format.segments:decode",
+        "table-of-a-part-passes", "a table passes that does not cover the bytes before it exactly", "format.segments:decode",
         "return found if begin + len(table) == file_bytes else None", "return found", "hostile/shard",
     ),
     _entry(

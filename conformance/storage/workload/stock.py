@@ -97,7 +97,7 @@ class Stock:
         return Verdict(latest=latest, claims=claims)
 
     def after(self, root: Path) -> str:
-        """Not asked of the peer."""
+        """Not measured for stock DCP."""
         return ""
 
 

@@ -1,4 +1,4 @@
-"""What a look at a step directory tells, and what an edit leaves of one."""
+"""The description of a step directory, and the effect of each edit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer says of its restore: the check passes on right evidence, and fails or can not judge on other."""
+"""The check on restore certificates passes on right evidence, fails on wrong evidence, and is an error on none."""
 
 from __future__ import annotations
 

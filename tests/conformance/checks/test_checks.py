@@ -1,4 +1,4 @@
-"""What holds for every check: one that can't judge says so, and none is without a sentence and a test."""
+"""Rules for all checks: one that can't judge is an error; each has a docstring and a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison finds every single-bit difference, blames the right bucket, and refuses to pass by emptiness."""
+"""The comparison finds every single-bit difference, names the right bucket, and never passes without comparing."""
 
 from __future__ import annotations
 

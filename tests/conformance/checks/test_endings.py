@@ -1,4 +1,4 @@
-"""How a leg ends and what it tells on the way: each check passes on right evidence, and fails or can not judge on other."""
+"""Checks on the end of a leg: each passes on right evidence, fails on wrong evidence, and is an error on none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks on what comes when, on evidence whose right answer is known."""
+"""The checks on order, on evidence whose right outcome is known."""
 
 from __future__ import annotations
 

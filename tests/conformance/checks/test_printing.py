@@ -1,4 +1,4 @@
-"""The checks on log lines in their order and on the terminal, on evidence whose right answer is known."""
+"""The checks on log lines and the terminal, on evidence whose right outcome is known."""
 
 from __future__ import annotations
 

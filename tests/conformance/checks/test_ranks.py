@@ -1,4 +1,4 @@
-"""The check on who shares samples and random streams, on evidence whose right answer is known."""
+"""The check on shared samples and random streams, on evidence whose right outcome is known."""
 
 from __future__ import annotations
 

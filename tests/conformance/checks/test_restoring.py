@@ -1,4 +1,4 @@
-"""What a leg restores, bucket by bucket: each check passes on right evidence, and fails or can not judge on other."""
+"""Checks on restored buckets: each passes on right evidence, fails on wrong evidence, and is an error on none."""
 
 from __future__ import annotations
 

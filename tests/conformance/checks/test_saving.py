@@ -1,4 +1,4 @@
-"""What a leg saves and what lies on disk: each check passes on right evidence, and fails or can not judge on other."""
+"""Checks on saves and the disk: each passes on right evidence, fails on wrong evidence, and is an error on none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of a leg beside those of another: each check passes on right evidence, and fails or can not judge on other."""
+"""Checks on steps against a reference: each passes on right evidence, fails on wrong evidence, and is an error on none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader refuses what it does not know, and says where it stands."""
+"""The loader refuses unknown words, and names file and line."""
 
 from __future__ import annotations
 

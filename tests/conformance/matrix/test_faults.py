@@ -1,4 +1,4 @@
-"""Each fault does its damage and says so, stays inside the case's disk folder, and is an error when it does nothing."""
+"""Each fault does and reports its damage, stays inside the case's disk folder, and is an error if it changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that the specification asks for is forgotten."""
+"""Every case and platform row that the specification requires exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every change on disk below a folder is told before it is made, whichever way it is made, and nothing else is."""
+"""Every change on disk below a folder is reported before it is made, by whichever function, and nothing that is no change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.watched import operations_of
+from tests.conformance.recorded_changes import operations_of
 
 PLAIN_OPEN = """
 with open("root/a", "w") as file:

@@ -1,4 +1,4 @@
-"""What a run writes can be read back, is what the schema says, and gives the same outcome when it is judged again."""
+"""The records of a run can be read back, match the schema, and give the same outcome when they are judged again."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_file_without_a_footer_or_with_a_torn_line_is_no_report(tmp_path: Path
 
 
 def test_a_report_of_the_version_before_is_refused_by_its_name(tmp_path: Path) -> None:
-    # Its legs lack fields that this version asks for; whoever reads it is told what is the matter, and not the first of them.
+    # Its legs lack fields of this version; the error names the schema version, not the first missing field.
     header = {"record": "header", "schema": "hyper_resume.results/1", "run_id": "old", "platform": "all"}
     (tmp_path / "results.jsonl").write_text(f'{json.dumps(header)}\n{{"record": "leg", "key": "A6"}}\n')
     with pytest.raises(RecordError) as caught:
@@ -179,7 +179,7 @@ def test_every_written_line_is_valid_under_the_schema(tmp_path: Path) -> None:
 
 
 def fits(value: Any, rule: dict[str, Any], schema: dict[str, Any]) -> str:
-    """The first way in which ``value`` breaks ``rule``; the few keywords that the schema uses, written down anew."""
+    """The first violation of ``rule`` by ``value``; implements the few keywords that the schema uses."""
     if "$ref" in rule:
         return fits(value, schema["$defs"][rule["$ref"].rpartition("/")[2]], schema)
     if "anyOf" in rule:

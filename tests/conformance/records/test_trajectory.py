@@ -1,4 +1,4 @@
-"""The reader of trajectories forgives a torn last line and nothing else."""
+"""The reader of trajectories accepts a torn last line and no other defect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the harness says of trainers and adapters that are broken on purpose: exactly one outcome each."""
+"""The outcome for trainers and adapters that are broken on purpose: exactly one each."""
 
 from __future__ import annotations
 

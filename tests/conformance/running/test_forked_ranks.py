@@ -1,4 +1,4 @@
-"""Ranks that are forked from a worker: however each ends it is told, and none begins before all are there."""
+"""Ranks forked from a worker: every kind of end is reported, and no rank begins before all have joined."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _begin_beside_a_slow_rank(_: None) -> list[Ended]:
 
 
 def test_no_rank_begins_before_all_have_joined(worker: Workers) -> None:
-    """One that dies at once would otherwise be missed in another's handshake: found as a test that failed once in 240."""
+    """Otherwise a rank that dies at once breaks another's handshake; this made a test fail once in 240 runs."""
     (ends,) = worker.map(_begin_beside_a_slow_rank, [None])
     times = [end.value for end in ends]
     assert min(began for _, began in times) >= max(joined for joined, _ in times)

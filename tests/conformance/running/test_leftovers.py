@@ -1,4 +1,4 @@
-"""What a leg leaves behind is named, however slowly it dies."""
+"""Processes that a leg leaves behind are reported, however slowly they die."""
 
 from __future__ import annotations
 

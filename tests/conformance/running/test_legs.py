@@ -1,4 +1,4 @@
-"""One leg's life with ranks that are forked and ranks that are started: whatever they do, it is told and nothing is left."""
+"""One leg with warm and cold ranks: whatever they do is reported, and no process is left."""
 
 from __future__ import annotations
 

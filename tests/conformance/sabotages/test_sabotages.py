@@ -1,4 +1,4 @@
-"""Sabotages are data that fits the cases, and can't be disarmed in silence."""
+"""Sabotages match the cases, and can't be disabled unnoticed."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_sabotage_that_is_blamed_on_another_bucket_is_not_accepted() -> None:
     clean = result_made("Z1")
     assert make_footer([clean], [record("rng_state")], [], seconds=1.0).accepted
     wrong = make_footer([clean], [record("model")], [], seconds=1.0)
-    assert (wrong.accepted, wrong.reasons) == (False, ("sabotage met was blamed on model, not on rng_state",))
+    assert (wrong.accepted, wrong.reasons) == (False, ("sabotage met was attributed to model, expected rng_state",))
 
 
 def test_a_run_of_nothing_but_sabotaged_cases_is_not_accepted() -> None:

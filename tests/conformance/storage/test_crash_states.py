@@ -1,4 +1,4 @@
-"""The enumeration of crash states finds what is broken, in toys and in stock DCP, and nothing in a protocol that is right."""
+"""The enumeration of crash states finds the defects of toy protocols and of stock DCP, and none in a right protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T2: which damage there is, and that each of its oracles notices a library that is broken just there."""
+"""T2: the kinds of damage; and each oracle detects a library that is broken for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T3: that the N-th operation fails and no other, and that each oracle notices a library that is broken just there."""
+"""T3: exactly the N-th operation fails; and each oracle detects a library that is broken for it."""
 
 from __future__ import annotations
 

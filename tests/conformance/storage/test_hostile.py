@@ -1,4 +1,4 @@
-"""Hostile files by the hundred: the library refuses them, and a reader that does not is found out."""
+"""T6: the library refuses hostile files, and a reader that accepts them is detected."""
 
 from __future__ import annotations
 

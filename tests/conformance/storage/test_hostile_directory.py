@@ -1,4 +1,4 @@
-"""A step directory around a hostile file is well signed, its judge finds what is wrong, and a reader that is wrong is found."""
+"""A step directory with a hostile file has a right manifest, its judge finds what is wrong, and wrong readers are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T7: the table fits the code, a change gets in and touches no file, and a mutant that nothing notices is told of as one."""
+"""T7: the table matches the code, a change is applied without touching a file, and a surviving mutant is reported."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_only_the_named_function_changes() -> None:
     ("asked", "complaint"),
     [
         (change(function="A.gone"), "there is no function A.gone"),
-        (change(fragment="return 3"), "stands there 0 times"),
-        (change(function="A.other", fragment="1"), "stands there 2 times"),
+        (change(fragment="return 3"), "occurs 0 times"),
+        (change(function="A.other", fragment="1"), "occurs 2 times"),
         (change(replacement="return ("), "was never closed"),
     ],
 )

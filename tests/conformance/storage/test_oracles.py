@@ -1,4 +1,4 @@
-"""What is promised at a place, and which verdicts break it."""
+"""The promises at a place in a trace, and which verdicts break them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Power cuts on a real file system: trials where the machine allows them, else a reason."""
+"""Power cuts on a real file system: trials if the machine allows them, otherwise a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``storage.json``: what is written is what is read, and everything that must not be is a complaint."""
+"""``storage.json``: what is written can be read, and every violation is a complaint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorder sees what Python asks the kernel for, and the orders of two ranks keep to their collectives."""
+"""The recorder records every call to the kernel, and the orders of two ranks respect their collectives."""
 
 from __future__ import annotations
 
@@ -125,5 +125,5 @@ def test_a_rank_that_is_broadcast_to_waits_for_the_source() -> None:
 
 def test_collectives_that_do_not_fit_together_are_refused() -> None:
     barrier = "default/1 all 0"
-    with pytest.raises(TraceError, match="do not fit"):
+    with pytest.raises(TraceError, match="do not match"):
         orders([rank_trace(0, 1, ENTER + barrier, LEAVE + barrier), rank_trace(1, 2)])

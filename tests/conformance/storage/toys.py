@@ -1,4 +1,4 @@
-"""Small save protocols of two ranks, one right and others broken on purpose, for workers of their own."""
+"""Small save protocols of two ranks, one right and others broken on purpose, for tests of the storage proofs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _sync(directory: Path) -> None:
 
 
 def unseen(root: Path, mark: Mark) -> None:
-    """Writes from C, by a name of its own."""
+    """Writes from C, to a path of its own."""
     import torch
     import torch.distributed as dist
 
@@ -106,7 +106,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 
 
 def violations(name: str) -> Any:
-    """Model to oracle to the number of states that break it, without zeros; what went around the interface; or the error."""
+    """Model to oracle to the number of states that break it, without zeros; operations outside the interface; or the error."""
     toy = Toy(PROGRAMS[name]())
     try:
         recording = record(toy, toy.scenarios()[0])
@@ -122,7 +122,7 @@ def violations(name: str) -> Any:
 
 
 def stock(name: str) -> Any:
-    """The peer's violations in one scenario, a model after the other, and the number of states."""
+    """The violations of stock DCP in one scenario, a model after the other, and the number of states."""
     found = enumeration.examine(enumeration.Job(subject="stock", scenario=name))
     assert not found.error, found.error
     return {record.model: (dict(record.violations), record.distinct) for record in found.records}
