@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from conformance.records.trajectory import Trajectory
 from reports.comparing.compare_costs import Worse, goals_in_common, worse_costs
 from reports.contents.document import CaseEntry, PartEntry
+from reports.contents.text import Text
 from reports.judging.acceptance import sort_key
 from reports.judging.assemble import Assembled
 from reports.judging.differences import grid
@@ -37,7 +38,7 @@ class CaseFlip:
     """A case that came to different outcomes; None where one run lacks it."""
 
     key: str
-    title: str
+    title: Text
     before: str | None
     after: str | None
 
@@ -47,7 +48,7 @@ class LegRow:
     """The uninterrupted leg of one case in both runs. ``largest`` is by metric, relative; ``first`` what differs first."""
 
     key: str
-    title: str
+    title: Text
     steps: int
     first: str
     first_step: int | None
@@ -183,8 +184,8 @@ def _largest(pairs: Sequence[tuple[int, tuple[float | None, ...], tuple[float | 
         if one is None or other is None or one == other or (math.isnan(one) and math.isnan(other)):
             continue
         scale = max(abs(one), abs(other))
-        apart = abs(one - other) / scale if math.isfinite(scale) else math.inf
-        largest = max(largest, apart if not math.isnan(apart) else math.inf)
+        distance = abs(one - other) / scale if math.isfinite(scale) else math.inf
+        largest = max(largest, distance if not math.isnan(distance) else math.inf)
     return largest
 
 
@@ -229,13 +230,13 @@ def text_of(found: Comparison) -> str:
     lines += [f"after:  {found.after.run} ({found.after.platforms}): {found.after.state}"]
     lines += [f"  {flip.key}: {flip.before or 'not there'} -> {flip.after or 'not there'}" for flip in found.flips]
     lines.append(f"{len(found.flips)} outcomes changed, {found.same_outcomes} are the same")
-    apart = [row for row in found.legs if row.first_step is not None]
-    for row in apart[:20]:
+    different = [row for row in found.legs if row.first_step is not None]
+    for row in different[:20]:
         largest = ", ".join(f"{name} {value:.3g}" for name, value in row.largest.items() if value)
         lines.append(
             f"  {row.key}: first at step {row.first_step} ({row.first}); largest relative: {largest or 'none'}"
         )
-    lines.append(f"{len(apart)} of {len(found.legs)} uninterrupted legs differ")
+    lines.append(f"{len(different)} of {len(found.legs)} uninterrupted legs differ")
     if found.goals:
         lines += [f"  {one.benchmark}, {one.point}: {one.text}: {one.told}" for one in found.worse]
         lines.append(f"{len(found.worse)} of {found.goals} cost figures got worse by more than their spread")

@@ -115,9 +115,7 @@ def profile_of(
 
     known = acceptance.profiles.items()
     fitting = [
-        name
-        for name, one in known
-        if one.is_acceptance and has_results(one) and (has_sabotages or not one.sabotages)
+        name for name, one in known if one.is_acceptance and has_results(one) and (has_sabotages or not one.sabotages)
     ]
     # One that also requires sabotages is the stricter of two with the same platforms.
     fitting.sort(key=lambda name: acceptance.profiles[name].sabotages, reverse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
 from reports.contents.document import CELL_STATES, CaseEntry, Cell, DoneEntry, Row
 from reports.contents.text import Text, same, say
 from reports.judging.acceptance import CHECKOUT, Acceptance, DoneRule, Platform, base_of, matches, sort_key

@@ -14,10 +14,13 @@ from markupsafe import Markup
 from benchmarks.reporting import curves, table
 from benchmarks.reporting.records import AbsenceRecord, FigureRecord
 from reports.contents.text import Text, same, say
+from reports.output.charts import fitted
 from reports.reading.costs import Cost, CostRun
 
 _FILE = Path(__file__).with_name("costs.yaml")
 _COLOURS = 5
+# The width of a telephone's screen, of which the labels of the curves take a part.
+_NARROW = {"width": 370, "right": 176}
 # Status of a record -> state of the page's pills.
 STATES = {"met": "pass", "not met": "fail", "not measured": "missing"}
 _RELATIONS = {"at least": say("at least", "至少"), "at most": say("at most", "至多")}
@@ -209,7 +212,11 @@ def _chart(cost: Cost, drawn: Sequence[str], looks: Mapping[str, tuple[str, int]
     if not found:
         return Markup("")
     title = f"Ratios by {cost.axis}, median and range"
-    return Markup(curves.draw_curves(found, x_label=cost.axis, y_label="ratio, median and range", title=title))
+    broad, narrow = (
+        curves.draw_curves(found, x_label=cost.axis, y_label="ratio, median and range", title=title, **size)
+        for size in ({}, _NARROW)
+    )
+    return Markup(fitted(broad, narrow))
 
 
 def _dot(cost: Cost, figure: FigureRecord, y: float | None, least: float | None, most: float | None) -> curves.Dot:

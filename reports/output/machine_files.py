@@ -120,7 +120,7 @@ def make_junit(report: Report) -> str:
 
 
 def _junit_case(suite: ElementTree.Element, case: CaseEntry) -> None:
-    name = {"classname": f"{case.part}.{case.case[0]}", "name": f"{case.key}: {case.title}"}
+    name = {"classname": f"{case.part}.{case.case[0]}", "name": f"{case.key}: {case.title.en}"}
     test = ElementTree.SubElement(suite, "testcase", _clean(name), time=f"{case.seconds:.3f}")
     properties = {"spec": case.spec, "layout": case.layout, "reproduce": case.reproduce}
     if case.divergence is not None:

@@ -17,7 +17,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from conformance.records.results import BUCKETS
-from reports.contents.document import BucketCell, CaseEntry, Report, Row
+from reports.contents.document import BucketCell, CaseEntry, DoneEntry, Report, Row
 from reports.contents.text import Text, load_words
 from reports.judging.acceptance import Acceptance, load_acceptance
 from reports.judging.assemble import Assembled
@@ -86,6 +86,7 @@ def render_whole(assembled: Assembled, trend: Trend | None = None) -> str:
         configured=_configured(report),
         runs_of=_runs_of,
         details=details,
+        criteria=_criteria(acceptance, report),
         case_groups=_case_groups(report.cases),
         by_anchor=by_anchor,
         costs=[(run, show(run)) for run in report.costs],
@@ -214,6 +215,15 @@ def _beyond(acceptance: Acceptance, rows: Sequence[Row]) -> list[tuple[str, Text
     found = [(key, title, [row for row in others if row.group == key]) for key, title in acceptance.classes.items()]
     found.append(("", Text(en="System tests", zh="系统测试"), [row for row in others if not row.group]))
     return [group for group in found if group[2]]
+
+
+def _criteria(acceptance: Acceptance, report: Report) -> list[tuple[str, Text, list[DoneEntry]]]:
+    """The acceptance criteria by chapter of the specification."""
+    chapter_of = {rule.id: rule.chapter for rule in acceptance.done}
+    return [
+        (chapter, title, [one for one in report.done if chapter_of[one.id] == chapter])
+        for chapter, title in acceptance.chapters.items()
+    ]
 
 
 def _absent(assembled: Assembled, trend: Trend | None) -> frozenset[str]:

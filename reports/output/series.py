@@ -292,7 +292,7 @@ def _pack_case(case: CaseEntry, names: Mapping[tuple[str, str], int]) -> dict[st
         packed["kills"] = [one.killed_after for one in kills]
         packed["bands"] = [[(one.resumed_at or 0) + 1, one.killed_after] for one in kills if one.lost_steps]
     if case.divergence is not None:
-        packed["parting"] = [case.divergence.step, case.divergence.rank, case.divergence.column]
+        packed["difference"] = [case.divergence.step, case.divergence.rank, case.divergence.column]
     return packed
 
 

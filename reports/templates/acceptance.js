@@ -3,9 +3,11 @@
   const viewers = new Map();
   document.addEventListener("relabel", () => { for (const viewer of viewers.values()) viewer.relabel(); });
 
-  // ---- links into closed details, filter, copy --------------------------------------------------------------------
+  // ---- the address names the opened case; links into closed details --------------------------------------------------
+  const targetOf = (hash) => hash ? document.getElementById(decodeURIComponent(hash.slice(1))) : null;
+  const caseAt = (hash) => { const target = targetOf(hash); return target && target.closest("details.case"); };
   const reveal = () => {
-    const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    const target = targetOf(location.hash);
     if (!target) return;
     const own = target.closest("details");
     for (let box = own; box; box = box.parentElement.closest("details")) box.open = true;
@@ -13,8 +15,28 @@
     const head = own && own.querySelector("summary");
     if (head) head.focus({ preventScroll: true });
   };
-  addEventListener("hashchange", reveal);
+  // Entries of the history are numbered, so that going back is told from following a link, whose entry has no number yet.
+  let entry = (history.state && history.state.entry) || 0, shown = location.hash;
+  if (!history.state) history.replaceState({ entry }, "");
+  addEventListener("hashchange", () => {
+    const before = entry, left = caseAt(shown);
+    if (!history.state) history.replaceState({ entry: before + 1 }, "");
+    entry = history.state.entry;
+    shown = location.hash;
+    if (entry < before && left && left !== caseAt(shown)) left.open = false;
+    // Without a target the browser itself goes back to where the reader was.
+    reveal();
+  });
+  const follow = (box) => {
+    // The click comes before the change.
+    const opens = !box.open, hash = "#" + box.querySelector(".body").id;
+    if (opens && location.hash !== hash) history.pushState({ entry: ++entry }, "", hash);
+    else if (!opens && location.hash === hash) history.replaceState({ entry }, "", location.pathname + location.search);
+    shown = location.hash;
+  };
   document.addEventListener("click", (event) => {
+    const summary = event.target.closest("details.case > summary");
+    if (summary) follow(summary.parentElement);
     const link = event.target.closest('a[href^="#"]');
     // The same link a second time changes no hash.
     if (link && link.getAttribute("href") === location.hash) reveal();
@@ -104,7 +126,8 @@
   };
 
   // ---- drawing ------------------------------------------------------------------------------------------------------
-  const WIDTH = 960, LEFT = 92, RIGHT = 18;
+  // A screen that is too narrow for the wide chart gets one of its own width, with letters of the same size.
+  const WIDE = 960, LEAST_WIDE = 640, RIGHT = 18;
   const MARKERS = { dot: "m-2 0a2 2 0 1 0 4 0a2 2 0 1 0-4 0", ring: "m-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0", cross: "m-4 -4l8 8m0 -8l-8 8", triangle: "m0 -5l5 9h-10z", square: "m-4 -4h8v8h-8z", plus: "m-5 0h10m-5 -5v10" };
   const node = (name, attributes, text) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -184,6 +207,12 @@
       this.figures = element("div", {});
       this.box.append(this.bar, this.readout, this.figures);
       this.relabel();
+      new ResizeObserver(() => { if (this.fitting() !== this.width) this.draw(); }).observe(this.box);
+    }
+
+    fitting() {
+      const room = this.box.clientWidth;
+      return room && room < LEAST_WIDE ? room : WIDE;
     }
 
     relabel() {
@@ -234,13 +263,15 @@
       this.draw();
     }
 
-    x(step) { return LEFT + 12 + (WIDTH - RIGHT - LEFT - 24) * (step - this.range[0]) / (this.range[1] - this.range[0]); }
+    x(step) { return this.left + 12 + (this.width - RIGHT - this.left - 24) * (step - this.range[0]) / (this.range[1] - this.range[0]); }
 
-    stepAt(x) { return this.range[0] + (x - LEFT - 12) / (WIDTH - RIGHT - LEFT - 24) * (this.range[1] - this.range[0]); }
+    stepAt(x) { return this.range[0] + (x - this.left - 12) / (this.width - RIGHT - this.left - 24) * (this.range[1] - this.range[0]); }
 
     draw() {
       this.figures.replaceChildren();
       this.cursors = [];
+      this.width = this.fitting();
+      this.left = this.width < WIDE ? 64 : 92;
       for (const metric of this.metrics) {
         if (!this.shown.has(metric)) continue;
         const figure = element("figure", { "data-metric": metric });
@@ -249,37 +280,37 @@
         this.panel(figure, metric, values, false);
         if (this.reference) {
           const base = this.reference.curve.at[metric];
-          const apart = values.filter(({ leg }) => leg !== this.reference).map(({ leg, at }) => ({ leg, at: new Map([...at].filter(([step]) => base.has(step)).map(([step, value]) => [step, Object.is(value, base.get(step)) ? 0 : value - base.get(step)])) }));
-          if (apart.length) this.panel(figure, metric, apart, true);
+          const deltas = values.filter(({ leg }) => leg !== this.reference).map(({ leg, at }) => ({ leg, at: new Map([...at].filter(([step]) => base.has(step)).map(([step, value]) => [step, Object.is(value, base.get(step)) ? 0 : value - base.get(step)])) }));
+          if (deltas.length) this.panel(figure, metric, deltas, true);
         }
         this.figures.append(figure);
       }
       this.point(this.step);
     }
 
-    panel(figure, metric, curves, apart) {
-      const height = apart ? 150 : 250, top = apart ? 10 : 30, bottom = height - (apart || !this.reference ? 42 : 26);
+    panel(figure, metric, curves, isDifference) {
+      const height = isDifference ? 150 : 250, top = isDifference ? 10 : 30, bottom = height - (isDifference || !this.reference ? 42 : 26);
       const visible = curves.map(({ leg, at }) => ({ leg, points: this.visible(leg, at) }));
       const all = visible.flatMap(({ points }) => points.map(([, value]) => value));
-      const scale = apart ? symlog(all) : linear(all, this.log);
+      const scale = isDifference ? symlog(all) : linear(all, this.log);
       const y = (value) => bottom - 8 - (bottom - top - 16) * scale.unit(value);
-      const title = `${say(metric)}${apart ? ": " + say("difference") : ""}`;
-      const svg = node("svg", { class: "chart" + (visible.some(({ points }) => points.length > 400) ? " thin" : ""), viewBox: `0 0 ${WIDTH} ${height}`, role: "img", tabindex: "0", "aria-label": title });
+      const title = `${say(metric)}${isDifference ? ": " + say("difference") : ""}`;
+      const svg = node("svg", { class: (this.width < WIDE ? "chart fitting" : "chart") + (visible.some(({ points }) => points.length > 400) ? " thin" : ""), viewBox: `0 0 ${this.width} ${height}`, role: "img", tabindex: "0", "aria-label": title });
       for (const [first, last] of this.case.bands || []) {
-        const from = Math.max(this.x(first - 0.5), LEFT), to = Math.min(this.x(last + 0.5), WIDTH - RIGHT);
+        const from = Math.max(this.x(first - 0.5), this.left), to = Math.min(this.x(last + 0.5), this.width - RIGHT);
         if (to > from) svg.append(node("rect", { class: "band", x: from, y: top, width: to - from, height: bottom - top }));
       }
       for (const [value, text] of scale.ticks) {
-        svg.append(node("path", { class: apart && value === 0 ? "zero" : "grid", d: `M${LEFT} ${y(value)}H${WIDTH - RIGHT}` }), node("text", { class: "tick", x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, text));
+        svg.append(node("path", { class: isDifference && value === 0 ? "zero" : "grid", d: `M${this.left} ${y(value)}H${this.width - RIGHT}` }), node("text", { class: "tick", x: this.left - 8, y: y(value) + 4, "text-anchor": "end" }, text));
       }
-      svg.append(node("path", { class: "axis", d: `M${LEFT} ${bottom}H${WIDTH - RIGHT}` }));
-      for (const step of ticksOf(this.range[0], this.range[1], 12).found) {
+      svg.append(node("path", { class: "axis", d: `M${this.left} ${bottom}H${this.width - RIGHT}` }));
+      for (const step of ticksOf(this.range[0], this.range[1], this.width < WIDE ? 5 : 12).found) {
         if (!Number.isInteger(step)) continue;
         svg.append(node("path", { class: "axis", d: `M${this.x(step)} ${bottom}v5` }), node("text", { class: "tick", x: this.x(step), y: bottom + 19, "text-anchor": "middle" }, step));
       }
-      if (apart) svg.append(node("text", { class: "tick", x: LEFT + 6, y: top + 12 }, `− ${this.reference.label}`));
-      if (apart || !this.reference) svg.append(node("text", { class: "label", x: (LEFT + WIDTH - RIGHT) / 2, y: bottom + 36 }, say("step")));
-      this.marks(svg, top, bottom, apart);
+      if (isDifference) svg.append(node("text", { class: "tick", x: this.left + 6, y: top + 12 }, `− ${this.reference.label}`));
+      if (isDifference || !this.reference) svg.append(node("text", { class: "label", x: (this.left + this.width - RIGHT) / 2, y: bottom + 36 }, say("step")));
+      this.marks(svg, top, bottom, isDifference);
       for (const { leg, points } of visible) this.curve(svg, leg, points, y);
       const cursor = node("path", { class: "cursor", d: "" }), selection = node("rect", { class: "selection", y: top, height: bottom - top, x: 0, width: 0 });
       svg.append(cursor, selection);
@@ -301,7 +332,7 @@
       return found;
     }
 
-    marks(svg, top, bottom, apart) {
+    marks(svg, top, bottom, isDifference) {
       const rows = [];
       const put = (at, text, style) => {
         if (at < this.range[0] || at > this.range[1]) return;
@@ -309,12 +340,12 @@
         const row = rows.findIndex((end) => end <= x - half);
         const place = row < 0 ? rows.length : row;
         rows[place] = x + half;
-        svg.append(node("path", { class: "mark " + style, d: `M${x} ${apart ? top : 8 + 14 * place + 8}V${bottom}` }));
-        if (!apart) svg.append(node("text", { class: "tag " + style, x, y: 12 + 14 * place, "text-anchor": "middle" }, text));
+        svg.append(node("path", { class: "mark " + style, d: `M${x} ${isDifference ? top : 8 + 14 * place + 8}V${bottom}` }));
+        if (!isDifference) svg.append(node("text", { class: "tag " + style, x, y: 12 + 14 * place, "text-anchor": "middle" }, text));
       };
       const kills = this.case.kills || [];
       const all = kills.map((step, i) => [step + 0.5, kills.length > 1 ? `kill ${i + 1}` : "kill", "kill"]);
-      if (this.case.parting) all.push([this.case.parting[0], say("parting"), "parting"]);
+      if (this.case.difference) all.push([this.case.difference[0], say("divergence"), "first-difference"]);
       for (const mark of all.sort((a, b) => a[0] - b[0])) put(...mark);
     }
 
@@ -331,7 +362,7 @@
       }
       const clip = `clip-${Viewer.count++}`;
       const frame = node("clipPath", { id: clip });
-      frame.append(node("rect", { x: LEFT, y: 0, width: WIDTH - LEFT - RIGHT, height: 400 }));
+      frame.append(node("rect", { x: this.left, y: 0, width: this.width - this.left - RIGHT, height: 400 }));
       const group = node("g", { "clip-path": `url(#${clip})` });
       group.append(node("path", { class: "curve " + leg.style, d: path }));
       if (drawn.length <= 90) for (const [x, height] of drawn) group.append(node("path", { class: "marker " + leg.style, d: `M${x.toFixed(1)} ${height.toFixed(1)}${MARKERS[leg.marker]}` }));
@@ -342,7 +373,7 @@
       let from = null;
       const place = (event) => {
         const box = svg.getBoundingClientRect();
-        return (event.clientX - box.left) * WIDTH / box.width;
+        return (event.clientX - box.left) * this.width / box.width;
       };
       svg.addEventListener("pointermove", (event) => {
         const x = place(event);
