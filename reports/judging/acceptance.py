@@ -8,6 +8,7 @@ ids are read from this checkout's YAML. No code of those two packages is needed 
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +173,8 @@ def sort_key(case_id: str) -> tuple[str, int, str]:
     return (base[:1], int(number), rest) if number.isdigit() else (base, 0, rest)
 
 
+# These files don't change while a report is made, and the ids of all cases are asked for again and again.
+@functools.cache
 def _load(path: Path) -> Any:
     with path.open(encoding="utf-8") as file:
         return yaml.load(file, Loader=yaml.CSafeLoader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import itertools
 import json
@@ -119,6 +120,40 @@ def render_template(
         "".join((_TEMPLATES / name).read_text(encoding="utf-8") for name in names)
         for names in (("acceptance.css", "charts.css", *styles), scripts)
     )
+    named = _named(words)
+    # The scripts name words in quotes, and other things too.
+    used = set(re.findall(r'"(\w+)"', code)) & set(words)
+
+    def mark(name: str) -> Markup:
+        used.add(name)
+        return named[name]
+
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            w=lambda name: word_markup(words[name], mark(name)),
+            word=lambda name, style: word_markup(words[name], mark(name), style),
+            mark=mark,
+            # Of a column's header the script knows that it is one of the words.
+            head_mark=lambda name: "" if mark(name) == _UNNAMED else Markup(" ") + named[name],
+            english=lambda name: words[name].en,
+            icon=lambda state: _ICONS[state],
+            state_word=lambda state: word_markup(words[f"state_{state}"], mark(f"state_{state}")),
+            data=lambda: as_script(
+                {**data, "words": {name: [words[name].en, words[name].zh] for name in sorted(used)}}
+            ),
+            style=Markup(style),
+            script=Markup(code),
+            style_hash=_hash(style),
+            script_hash=_hash(code),
+            **context,
+        )
+    )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -127,32 +162,7 @@ def render_template(
         lstrip_blocks=True,
     )
     environment.filters["say"] = say_markup
-    named = _named(words)
-    # The scripts name words in quotes, and others beside them.
-    used = set(re.findall(r'"(\w+)"', code)) & set(words)
-
-    def mark(name: str) -> Markup:
-        used.add(name)
-        return named[name]
-
-    environment.globals.update(
-        w=lambda name: word_markup(words[name], mark(name)),
-        word=lambda name, style: word_markup(words[name], mark(name), style),
-        mark=mark,
-        # Of a column's header the script knows that it is one of the words.
-        head_mark=lambda name: "" if mark(name) == _UNNAMED else Markup(" ") + named[name],
-        english=lambda name: words[name].en,
-        icon=lambda state: _ICONS[state],
-        state_word=lambda state: word_markup(words[f"state_{state}"], mark(f"state_{state}")),
-    )
-    return environment.get_template(template).render(
-        data=lambda: as_script({**data, "words": {name: [words[name].en, words[name].zh] for name in sorted(used)}}),
-        style=Markup(style),
-        script=Markup(code),
-        style_hash=_hash(style),
-        script_hash=_hash(code),
-        **context,
-    )
+    return environment
 
 
 def say_markup(text: Text) -> Markup:

@@ -25,7 +25,7 @@ def test_the_verdict_is_on_the_first_screen(page: Page, request: pytest.FixtureR
 
 def test_the_first_screen_of_a_refused_run_leads_to_the_values_that_differ(page: Page, refused: str) -> None:
     page.goto(refused)
-    assert page.locator(".parting dd").all_inner_texts() == ["D1", "6", "2", "rng_state", "rng.torch_cpu"]
+    assert page.locator(".first-difference dd").all_inner_texts() == ["D1", "6", "2", "rng_state", "rng.torch_cpu"]
     page.get_by_role("link", name="Show the values").click()
     values = page.locator(".divergence")
     assert is_on_screen(values)
@@ -37,9 +37,9 @@ def test_the_first_screen_of_a_refused_run_leads_to_the_values_that_differ(page:
 
 def test_the_first_screen_of_a_failed_soak_leads_to_the_values_after_the_kill(page: Page, soaked: str) -> None:
     page.goto(soaked)
-    assert page.locator(".parting dd").all_inner_texts() == ["soak.demo", "41", "1", "optimizer", "loss"]
+    assert page.locator(".first-difference dd").all_inner_texts() == ["soak.demo", "41", "1", "optimizer", "loss"]
     page.get_by_role("link", name="Show the values").click()
-    row = page.locator('[id="kill-run-1-soak.demo-40"]')
+    row = page.locator('[id="kill-cpu4-soak.demo-40"]')
     values = page.locator(".divergence")
     assert is_on_screen(row)
     assert is_on_screen(values)
@@ -65,7 +65,7 @@ def is_on_screen(found: Locator) -> bool:
 
 def test_a_matrix_cell_opens_its_case(page: Page, refused: str) -> None:
     page.goto(refused)
-    case = page.locator("details.case", has=page.locator("#case-run-1-D1"))
+    case = page.locator("details.case", has=page.locator("#case-conformance-all-D1"))
     assert case.get_attribute("open") is None
     row = page.locator(".matrix tr", has=page.get_by_role("rowheader", name="D1", exact=True))
     row.get_by_role("link", name=re.compile("FAIL")).click()
@@ -75,7 +75,7 @@ def test_a_matrix_cell_opens_its_case(page: Page, refused: str) -> None:
 
 
 def test_a_link_from_elsewhere_opens_the_case_too(page: Page, refused: str) -> None:
-    page.goto(refused + "#case-run-1-C9")
+    page.goto(refused + "#case-conformance-all-C9")
     assert is_on_screen(page.locator("details.case[open] summary"))
 
 
@@ -260,8 +260,8 @@ def test_without_a_script_verdict_matrix_and_curves_are_still_there(browser: Bro
     assert page.locator(".matrix .fail").first.is_visible()
     assert page.locator(".detail .viewer svg.chart").first.is_visible()
     assert not page.locator(".switches").is_visible()
-    page.goto(refused + "#case-run-1-D1")
-    assert page.locator("#case-run-1-D1").is_visible()
+    page.goto(refused + "#case-conformance-all-D1")
+    assert page.locator("#case-conformance-all-D1").is_visible()
     context.close()
 
 

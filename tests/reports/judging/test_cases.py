@@ -82,7 +82,7 @@ def test_a_kill_that_its_soak_does_not_tell_of_counts_all_the_same(tmp_path: Pat
     assert [(kill.number, kill.operation, kill.lost_steps) for kill in report.kills] == [(1, None, 2), (2, 12, 2)]
     assert report.verdict.state == state
     told = [one for one in report.verdict.findings if one.kind.startswith("kill")]
-    assert [one.anchor for one in told] == ([] if outcome == "pass" else ["kill-run-1-soak.demo-2"])
+    assert [one.anchor for one in told] == ([] if outcome == "pass" else ["kill-cpu4-soak.demo-2"])
 
 
 def test_paths_of_a_machine_stay_out_of_kills(tmp_path: Path) -> None:

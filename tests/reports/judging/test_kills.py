@@ -46,7 +46,7 @@ def test_a_failed_soak_leads_to_the_kill_step_rank_and_bucket(tmp_path: Path) ->
     first = made.report.verdict.findings[0]
     assert made.report.verdict.state == "refused"
     assert first.text.en == (
-        "soak.demo, kill 3: after a resume rank 1 parts from the uninterrupted run in the optimizer's state, "
+        "soak.demo, kill 3: after a resume rank 1 differs from the uninterrupted run in the optimizer's state, "
         "first at step 41 (loss)."
     )
     assert first.text.zh.startswith("soak.demo 第 3 次中断：恢复后 rank 1 的optimizer 状态")
@@ -55,8 +55,8 @@ def test_a_failed_soak_leads_to_the_kill_step_rank_and_bucket(tmp_path: Path) ->
     html = render(made)
     page = Page(html)
     assert page.text.index("case soak.demo step 41 rank 1 bucket optimizer seen in loss") < page.text.index("Matrix")
-    assert page.count("a", "href", "#kill-run-1-soak.demo-3") == 1
-    assert page.count("tr", "id", "kill-run-1-soak.demo-3") == 1
+    assert page.count("a", "href", "#kill-cpu4-soak.demo-3") == 1
+    assert page.count("tr", "id", "kill-cpu4-soak.demo-3") == 1
     assert f"reference {REFERENCE!r} {REFERENCE.hex()}" in page.text
     assert f"resumed {RESUMED!r} {RESUMED.hex()}" in page.text
     assert "float32" in page.text
@@ -73,9 +73,9 @@ def test_every_failed_point_of_a_sweep_has_its_values_and_the_first_one_leads(tm
     )
     assert "sweep.sync, kill 2" in made.report.verdict.sentence.en
     page = Page(render(made))
-    assert page.count("a", "href", "#kill-run-1-sweep.sync-2") == 1
+    assert page.count("a", "href", "#kill-cpu4-sweep.sync-2") == 1
     for number in (1, 2, 3):
-        assert page.count("tr", "id", f"kill-run-1-sweep.sync-{number}") == 1
+        assert page.count("tr", "id", f"kill-cpu4-sweep.sync-{number}") == 1
     assert page.text.count(REFERENCE.hex()) == 2
     assert "41 · 1" in page.text
     assert "42 · 1" in page.text
@@ -84,16 +84,16 @@ def test_every_failed_point_of_a_sweep_has_its_values_and_the_first_one_leads(tm
 def test_a_failed_kill_whose_soak_says_pass_leads_to_its_values_too(tmp_path: Path) -> None:
     made = soaked(tmp_path / "run", {}, FAILED, outcome="pass")
     assert made.report.verdict.findings[0].kind == "kill_fail"
-    assert Page(render(made)).count("a", "href", "#kill-run-1-soak.demo-2") >= 1
+    assert Page(render(made)).count("a", "href", "#kill-cpu4-soak.demo-2") >= 1
 
 
 def test_a_kill_that_failed_without_a_value_says_why(tmp_path: Path) -> None:
     made = soaked(tmp_path / "run", {**FAILED, "divergence": None, "reason": "5 steps are lost, more than 3"})
     page = Page(render(made))
     assert made.report.verdict.sentence.en == (
-        "soak.demo, kill 1 (SIGKILL to all ranks after step 40) fails: 5 steps are lost, more than 3"
+        "1 of 1 cases failed, 1 of 1 kills failed. soak.demo, kill 1 (SIGKILL to all ranks after step 40) fails: 5 steps are lost, more than 3"
     )
-    assert page.count("a", "href", "#kill-run-1-soak.demo-1") == 1
+    assert page.count("a", "href", "#kill-cpu4-soak.demo-1") == 1
     assert "Show the kill" in page.text
     assert "Show the values" not in page.text
 

@@ -35,11 +35,12 @@ def test_one_failed_case_refuses_the_run_and_the_sentence_names_step_rank_and_bu
     report = report_of(refused_run(tmp_path / "run").finish())
     assert report.verdict.state == "refused"
     assert report.verdict.sentence.en == (
-        "D1: after a resume rank 2 parts from the uninterrupted run in the random streams, first at step 6 (rng.torch_cpu)."
+        f"1 of {len(every_id() + system_ids())} cases failed. "
+        "D1: after a resume rank 2 differs from the uninterrupted run in the random streams, first at step 6 (rng.torch_cpu)."
     )
     assert "rank 2" in report.verdict.sentence.zh
     assert "第 6 步" in report.verdict.sentence.zh
-    assert report.verdict.findings[0].anchor == report.focus[0] == "case-run-1-D1"
+    assert report.verdict.findings[0].anchor == report.focus[0] == "case-conformance-all-D1"
 
 
 @pytest.mark.parametrize("missing", ["A4.weights-only", "C7", "M3.file-of-another-rank", "W1"])

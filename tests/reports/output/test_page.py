@@ -53,7 +53,7 @@ def test_the_depth_of_a_refused_run_shows_both_values_and_which_rank_parts(refus
     assert "reference cc000602" in detail
     assert "resumed cc000600" in detail
     assert "rng rng_state equal equal from step 6 rng.torch_cpu 7/7 equal" in detail
-    assert "Without a difference : samples, lr, grad_norm, optimizer, model" in detail
+    assert "Columns without a difference : samples, lr, grad_norm, optimizer, model" in detail
     assert "torch_cpu 000502 → 000500" in detail
 
 
