@@ -1,4 +1,4 @@
-"""The page of two runs side by side: differences first; its script only switches language and colours."""
+"""The page of two runs side by side, differences first. Its script only switches language and colours."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from reports.reading.read import Run
 from reports.reading.redact import redact
 from reports.reading.unit_tests import UnitTests
 
-# The worst first; within a kind, in the order of the cases.
+# The worst kind first; within a kind, findings are in the order of the cases.
 _ORDER = (
     "fail",
     "unexpected_pass",
@@ -142,7 +142,7 @@ def _all_is_well(required: int, cases: Sequence[CaseEntry]) -> Text:
 
 
 def _all_passed(run: Run, cases: Sequence[CaseEntry], kills: Sequence[KillEntry]) -> Text:
-    """What a selection came to: how much was run, and that this is no acceptance."""
+    """The sentence of a selection: how much was run, and that this is no acceptance."""
     sabotages = sum(len(part.results.of(SabotageRecord)) for part in run.parts)
     counted = [("case", "个用例", len(cases)), ("kill", "次中断", len(kills)), ("sabotage", "个破坏", sabotages)]
     there = [(f"{count} {en}{'' if count == 1 else 's'}", f"{count} {zh}") for en, zh, count in counted if count]
@@ -154,7 +154,7 @@ def _all_passed(run: Run, cases: Sequence[CaseEntry], kills: Sequence[KillEntry]
 
 
 def _nothing_run(run: Run, cases: Sequence[CaseEntry], kills: Sequence[KillEntry]) -> Iterator[Finding]:
-    """A run in which nothing passed shows nothing, whatever else it says."""
+    """A run in which nothing passed shows nothing."""
     caught = any(one.caught for part in run.parts for one in part.results.of(SabotageRecord))
     outcomes = {*(case.outcome for case in cases), *(kill.outcome for kill in kills)}
     if not caught and "pass" not in outcomes:
@@ -253,7 +253,7 @@ def _missing(platforms: Sequence[Platform], states: Mapping[str, Mapping[tuple[s
 
 
 def _flaky(cases: Sequence[CaseEntry]) -> Iterator[Finding]:
-    """A case with several outcomes in one run: a resume that works sometimes does not work."""
+    """Cases with several outcomes in one run: a resume that works only sometimes does not work."""
     outcomes: dict[tuple[str, str, str | None], set[str]] = {}
     for case in cases:
         outcomes.setdefault((case.part, f"{case.case} ({case.suite})", case.sabotage), set()).add(case.outcome)

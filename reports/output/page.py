@@ -1,4 +1,4 @@
-"""The page: one HTML file from the report and its frames, with everything that it needs inside."""
+"""The page: one HTML file of the report and its frames, which needs no other file."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ def render_template(
     styles: Sequence[str] = (),
     **context: Any,
 ) -> str:
-    """A template with style sheet, scripts and words, and the digests by which the page's own policy lets just these in.
+    """A template with style sheet, scripts and words, and the digests by which the page's own policy allows only these.
 
-    ``data`` is what the scripts draw; the words that the page has used come beside it, in both languages.
+    ``data`` is what the scripts draw; the words that the page uses are added to it in both languages.
     """
     style, code = (
         "".join((_TEMPLATES / name).read_text(encoding="utf-8") for name in names)
@@ -135,7 +135,7 @@ def render_template(
             w=lambda name: word_markup(words[name], mark(name)),
             word=lambda name, style: word_markup(words[name], mark(name), style),
             mark=mark,
-            # Of a column's header the script knows that it is one of the words.
+            # The script knows that every column header is one of the words.
             head_mark=lambda name: "" if mark(name) == _UNNAMED else Markup(" ") + named[name],
             english=lambda name: words[name].en,
             icon=lambda state: _ICONS[state],
@@ -166,21 +166,21 @@ def _environment() -> jinja2.Environment:
 
 
 def say_markup(text: Text) -> Markup:
-    """Both languages, of which the style sheet shows one; a text that is the same in both stands alone."""
+    """Both languages, of which the style sheet shows one; a text that is the same in both is written once."""
     if text.en == text.zh:
         return escape(text.en)
     return Markup('<span lang="en">{}</span><span lang="zh">{}</span>').format(text.en, text.zh)
 
 
 def word_markup(text: Text, mark: Markup, style: str = "") -> Markup:
-    """One of the template's own words, in English; the script has the other language, so it stands once on the page."""
+    """One of the template's own words, in English; the script has the other language, so that the page holds it once."""
     if not style:
         return Markup("<span {}>{}</span>").format(mark, text.en)
     return Markup('<span class="{}" {}>{}</span>').format(style, mark, text.en)
 
 
 def _named(words: Mapping[str, Text]) -> dict[str, Markup]:
-    """The attribute that makes an element one of the words: with its name only where English alone does not tell which."""
+    """The attribute that marks an element as one of the words: with its name only where the English text is ambiguous."""
     chinese: dict[str, set[str]] = {}
     for text in words.values():
         chinese.setdefault(text.en, set()).add(text.zh)
@@ -237,7 +237,7 @@ def _criteria(acceptance: Acceptance, report: Report) -> list[tuple[str, Text, l
 
 
 def _absent(assembled: Assembled, trend: Trend | None) -> frozenset[str]:
-    """The sections that a selection has nothing for. The page of an acceptance has all: that nothing is there is told."""
+    """The sections that a selection has nothing for. The page of an acceptance has all, also empty ones, which say so."""
     report, storage = assembled.report, assembled.report.storage
     if report.is_acceptance:
         return frozenset()
@@ -256,7 +256,7 @@ def _absent(assembled: Assembled, trend: Trend | None) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A leg's configuration as the page shows it: only what is new against leg ``base``, or against the case ``like``."""
+    """A leg's configuration as the page shows it: only what differs from leg ``base``, or from the case ``like``."""
 
     leg: str
     base: str | None
@@ -265,7 +265,7 @@ class Shown:
 
 
 def _configured(report: Report) -> dict[str, list[Shown]]:
-    """What each case shows of its configurations: the first one whole (that of a case in detail if any), others what is new."""
+    """What each case shows of its configurations: the first one is whole (of a case in detail), others show differences."""
     cases = sorted(
         (case for case in report.cases if case.configurations), key=lambda case: case.anchor not in report.focus
     )
@@ -284,19 +284,19 @@ def _configured(report: Report) -> dict[str, list[Shown]]:
 
 
 def _runs_of(cells: Sequence[BucketCell], bucket: str, ranks: Sequence[int]) -> list[tuple[BucketCell | None, int]]:
-    """A bucket's cells by rank, and for how many ranks in a row one stands that all say the same; None: no such cell."""
+    """A bucket's cells by rank, each with the number of ranks in a row that have the same; None: there is no cell."""
     by_rank = {cell.rank: cell for cell in cells if cell.bucket == bucket}
 
-    def said(rank: int) -> tuple[Any, ...]:
+    def shown(rank: int) -> tuple[Any, ...]:
         cell = by_rank.get(rank)
         return (cell.state, cell.entries, len(cell.different)) if cell else ()
 
-    groups = [list(own) for _, own in itertools.groupby(ranks, key=said)]
+    groups = [list(own) for _, own in itertools.groupby(ranks, key=shown)]
     return [(by_rank.get(own[0]), len(own)) for own in groups]
 
 
 def _values_at(report: Report) -> str | None:
-    """Where on the page the values, or the kill, stand that the first finding speaks of; None where it speaks of neither."""
+    """The anchor of the values, or of the kill, that the first finding is about; None where it is about neither."""
     first = next(iter(report.verdict.findings), None)
     if first is None:
         return None

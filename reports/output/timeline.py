@@ -17,13 +17,13 @@ _LEFT, _NARROW_LEFT, _RIGHT, _TOP, _LANE, _GAP = 176, 64, 18, 26, 22, 12
 # On a narrow screen the name of a leg is above its lanes.
 _NAME_ROW = 26
 _MOST_RANKS = 8
-_NAME_WIDTH = 18.0  # of a step number above its save; one that finds no room is left out
+_NAME_WIDTH = 18.0  # of a step number above its save; a number without room is left out
 _SAVING = re.compile(r"Saving checkpoint: global_step=(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save on one rank: from when its log line came (None: none did) until it was done, in seconds of the leg."""
+    """One save on one rank: from its log line (None: there was none) until it was done, in seconds of the leg."""
 
     step: int
     begun: float | None
@@ -46,7 +46,7 @@ class Lane:
 
 
 def lanes(part: Part, legs: Sequence[LegRecord]) -> tuple[Lane, ...]:
-    """The lanes of legs that follow each other; where the records do not tell when each began, one right after the other."""
+    """The lanes of legs that follow each other; without the times at which they began, one right after the other."""
     found = []
     offset = 0.0
     starts = [_moment(leg) for leg in legs]

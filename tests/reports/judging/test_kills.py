@@ -91,7 +91,8 @@ def test_a_kill_that_failed_without_a_value_says_why(tmp_path: Path) -> None:
     made = soaked(tmp_path / "run", {**FAILED, "divergence": None, "reason": "5 steps are lost, more than 3"})
     page = Page(render(made))
     assert made.report.verdict.sentence.en == (
-        "1 of 1 cases failed, 1 of 1 kills failed. soak.demo, kill 1 (SIGKILL to all ranks after step 40) fails: 5 steps are lost, more than 3"
+        "1 of 1 cases failed, 1 of 1 kills failed. "
+        "soak.demo, kill 1 (SIGKILL to all ranks after step 40) fails: 5 steps are lost, more than 3"
     )
     assert page.count("a", "href", "#kill-cpu4-soak.demo-1") == 1
     assert "Show the kill" in page.text
