@@ -15,7 +15,7 @@
     const head = own && own.querySelector("summary");
     if (head) head.focus({ preventScroll: true });
   };
-  // Entries of the history are numbered, so that going back is told from following a link, whose entry has no number yet.
+  // Entries of the history are numbered, so that going back is different from following a link, whose entry has no number yet.
   let entry = (history.state && history.state.entry) || 0, shown = location.hash;
   if (!history.state) history.replaceState({ entry }, "");
   addEventListener("hashchange", () => {

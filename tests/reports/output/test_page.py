@@ -173,7 +173,7 @@ def test_the_whole_configuration_is_shown_with_the_source_of_each_value(tmp_path
     assert "training.max_steps 25 examples/demo.yaml:9" in text
     assert "checkpoint.save_steps 10 override --checkpoint.save_steps" in text
     assert "defaults : checkpoint.is_async=false" in text
-    new = text[text.index("leg resumed what is new against reference") :]
+    new = text[text.index("leg resumed only what differs from reference") :]
     assert 'checkpoint.restore_from "LATEST" override --checkpoint.restore_from' in new
     assert "leg interrupted" not in text
     assert page.text.count("Configuration after overrides") == 1
@@ -188,8 +188,8 @@ def test_of_a_second_case_only_what_its_configuration_has_new_is_shown(tmp_path:
     run.resumed_case("D5", ranks=2, configured={"reference": CONFIGURED})
     text = Page(render(assemble(read_run([run.finish()])))).text
     assert text.count("training.max_steps 25") == 1
-    assert "leg reference what is new against D1 field value set by checkpoint.is_async true override x" in text
-    assert "leg reference what is new against D1 : none" in text
+    assert "leg reference only what differs from D1 field value set by checkpoint.is_async true override x" in text
+    assert "leg reference only what differs from D1 : none" in text
 
 
 def test_the_machine_and_its_settings_are_part_of_the_provenance(tmp_path: Path) -> None:
