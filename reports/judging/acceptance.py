@@ -79,7 +79,7 @@ class Acceptance:
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """A column of the matrix. ``required`` are (suite, case id); a pattern that no case matches stands for itself.
+    """A column of the matrix. ``required`` are (suite, case id); a pattern that no case matches is kept as an id.
 
     ``later`` are those that this checkout requires and the run, when it was made, did not.
     """

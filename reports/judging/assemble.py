@@ -50,7 +50,7 @@ def assemble(run: Run, *, profile: str | None = "accept", title: str | None = No
     Args:
         run: its records.
         profile: what must be complete; None for the profile that the run is complete enough for, see :func:`profile_of`.
-        title: stands at the top of the page; the trainer's name where there is none.
+        title: the heading of the page; default: the trainer's name.
 
     Raises:
         ReportError: no profile has that name.

@@ -134,7 +134,7 @@ def make_done(
         cases: all judged cases; those under a sabotage show nothing here.
         unit_tests: counts of the unit tests, where there is a record of them.
         trainers: the names of the trainers that the results are of.
-        checkout: where the documents are looked for.
+        checkout: the folder of the documents.
     """
     by_id = {platform.id: platform for platform in platforms}
     clean = [case for case in cases if case.sabotage is None]

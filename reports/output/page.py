@@ -95,7 +95,6 @@ def render_whole(assembled: Assembled, trend: Trend | None = None) -> str:
         goal_counts=_goal_counts,
         controls=len(controls(assembled.run)),
         verdict_icon=_VERDICT_ICONS[report.verdict.state],
-        drawn=frozenset(packed["cases"]),
         commits=_commits(report),
         planted=sorted({case.sabotage for case in report.cases if case.sabotage}),
         trend=trend,
@@ -205,7 +204,7 @@ def _commits(report: Report) -> list[tuple[str, bool]]:
 
 
 def as_script(data: Any) -> Markup:
-    """JSON that can't end the element which it stands in."""
+    """JSON that can't end the element that contains it."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     # Half of a surrogate pair has no UTF-8, but JSON has a word for it.
     text = text.encode("utf-8", "backslashreplace").decode()

@@ -450,7 +450,15 @@
   const start = (box) => { if (!viewers.has(box) && caseOf(box)) viewers.set(box, new Viewer(box)); };
   for (const box of document.querySelectorAll(".detail .viewer")) start(box);
   for (const details of document.querySelectorAll("details.case")) {
-    details.addEventListener("toggle", () => { if (details.open) for (const box of details.querySelectorAll(".viewer")) start(box); });
+    const body = details.querySelector(".body"), drawn = data.cases[body.id];
+    if (!drawn) continue;
+    details.addEventListener("toggle", () => {
+      if (!details.open || body.querySelector(".viewer")) return;
+      const box = element("div", { class: "viewer" });
+      if (drawn.difference) box.dataset.rank = drawn.difference[1];
+      body.querySelector(".command").before(box);
+      start(box);
+    });
   }
   reveal();
 })();

@@ -1,4 +1,4 @@
-"""The page in a real browser, from disk and offline: it opens, leads, shows exact values, zooms, switches, prints."""
+"""The page in a real browser, from disk and offline: links, exact values, zoom, switches, print."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_first_screen_of_a_failed_soak_leads_to_the_values_after_the_kill(pa
     assert loss(41, 1).hex() in values.inner_text()
 
 
-def test_the_comparison_speaks_both_languages(page: Page, compared: str) -> None:
+def test_the_comparison_is_in_both_languages(page: Page, compared: str) -> None:
     page.goto(compared)
     assert page.locator("h2").first.inner_text().startswith("outcomes changed: 1")
     page.get_by_role("button", name="中文").click()
@@ -110,11 +110,11 @@ def test_where_values_differ_the_difference_and_both_hexadecimal_values_are_show
     page.goto(refused)
     point_at(page, 6, 12)
     other = single(loss(6, 2) + 2**-20)
-    told = readout(page, "resumed", "loss")
-    assert f"resumed loss {other!r} (resumed − reference" in told
-    assert float(told.partition("− reference ")[2].partition(")")[0]) == other - loss(6, 2)
-    assert other.hex() in told
-    assert loss(6, 2).hex() in told
+    shown = readout(page, "resumed", "loss")
+    assert f"resumed loss {other!r} (resumed − reference" in shown
+    assert float(shown.partition("− reference ")[2].partition(")")[0]) == other - loss(6, 2)
+    assert other.hex() in shown
+    assert loss(6, 2).hex() in shown
 
 
 def ticks(page: Page) -> list[int]:
@@ -143,8 +143,8 @@ def test_dragging_zooms_in_and_a_double_click_shows_all_again(page: Page, long: 
 
 def test_a_spike_of_one_step_in_ten_thousand_is_drawn_and_found_by_the_keyboard(page: Page, long: str) -> None:
     page.goto(long)
-    apart = page.locator('.detail figure[data-metric="loss"] svg.chart').nth(1)
-    path = apart.locator("path.curve.resumed-a").get_attribute("d") or ""
+    difference = page.locator('.detail figure[data-metric="loss"] svg.chart').nth(1)
+    path = difference.locator("path.curve.resumed-a").get_attribute("d") or ""
     heights = [float(height) for height in re.findall(r"[ML][0-9.]+ ([0-9.]+)", path)]
     assert 1_000 < len(heights) < 3_000
     assert sum(height != heights[0] for height in heights) == 1

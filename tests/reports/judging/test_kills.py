@@ -18,7 +18,7 @@ from tests.reports.html import Page
 from tests.reports.run_folder import RunFolder
 
 REFERENCE, RESUMED = loss(41, 1), single(loss(41, 1) + 2**-18)
-PARTING = {
+DIFFERENCE = {
     "step": 41,
     "rank": 1,
     "bucket": "optimizer",
@@ -31,7 +31,7 @@ FAILED: dict[str, Any] = {
     "what": "SIGKILL to all ranks after step 40",
     "outcome": "fail",
     "reason": "step 41 is not the reference's",
-    "divergence": PARTING,
+    "divergence": DIFFERENCE,
 }
 
 
@@ -68,7 +68,7 @@ def test_every_failed_point_of_a_sweep_has_its_values_and_the_first_one_leads(tm
         tmp_path / "run",
         {**point, "outcome": "error", "reason": "the harness broke"},
         {**point, **FAILED},
-        {**point, **FAILED, "divergence": {**PARTING, "step": 42}},
+        {**point, **FAILED, "divergence": {**DIFFERENCE, "step": 42}},
         suite="sweep",
     )
     assert "sweep.sync, kill 2" in made.report.verdict.sentence.en
@@ -117,8 +117,10 @@ def test_a_thousand_kills_that_were_survived_take_little_room(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("kills", "told"), [([{"lost_steps": 2}, {"lost_steps": 3}], "≤ 3"), ([{"lost_steps": 0}], "≤ 0")]
+    ("kills", "expected"), [([{"lost_steps": 2}, {"lost_steps": 3}], "≤ 3"), ([{"lost_steps": 0}], "≤ 0")]
 )
-def test_the_most_steps_that_any_kill_lost_are_told(tmp_path: Path, kills: list[dict[str, Any]], told: str) -> None:
+def test_the_most_steps_that_any_kill_lost_are_reported(
+    tmp_path: Path, kills: list[dict[str, Any]], expected: str
+) -> None:
     text = Page(render(soaked(tmp_path / "run", *kills, outcome="pass"))).text
-    assert re.search(rf"lost steps \(RPO\) : {told}", text)
+    assert re.search(rf"lost steps \(RPO\) : {expected}", text)

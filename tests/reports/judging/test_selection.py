@@ -1,4 +1,4 @@
-"""A run of chosen cases: it says what passed and never that anything is accepted; what nobody asked for is not missed."""
+"""A run of chosen cases: it says what passed and never that anything is accepted; nothing is missing that was not asked for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reports.reading.read import read_run
 from tests.reports.html import Page
 from tests.reports.run_folder import RunFolder, system_ids, wrong_stream
 
-PARTING = {
+DIFFERENCE = {
     "step": 6,
     "rank": 2,
     "bucket": "rng_state",
@@ -99,7 +99,7 @@ def test_nothing_in_its_junit_is_red_or_skipped_for_what_was_not_asked(tmp_path:
         ("skipped", "incomplete", 3),
     ],
 )
-def test_what_is_red_or_open_is_told_as_in_any_run(
+def test_what_is_red_or_open_is_reported_as_in_any_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: str, state: str, code: int
 ) -> None:
     run = demo(tmp_path / "run")
@@ -107,13 +107,13 @@ def test_what_is_red_or_open_is_told_as_in_any_run(
     folder = run.finish()
     assert main(["build", str(folder), "--profile", "selection"]) == code
     assert capsys.readouterr().out.startswith(state.upper())
-    told = json.loads((folder / "report" / "results.json").read_text())
-    assert (told["verdict"]["state"], told["profile"]) == (state, "selection")
+    shown = json.loads((folder / "report" / "results.json").read_text())
+    assert (shown["verdict"]["state"], shown["profile"]) == (state, "selection")
     assert bool(red((folder / "report" / "junit.xml").read_text())) == (outcome != "pass")
 
 
 def test_a_divergence_is_on_the_first_screen_of_a_selection_too(tmp_path: Path) -> None:
-    run = demo(tmp_path / "run", change=wrong_stream, outcome="fail", divergence=PARTING)
+    run = demo(tmp_path / "run", change=wrong_stream, outcome="fail", divergence=DIFFERENCE)
     text = Page(render(selection(run))).text
     assert text.index("REFUSED") < text.index("case D1 step 6 rank 2 bucket rng_state")
 

@@ -237,8 +237,8 @@ def test_the_last_line_of_the_definition_of_done_needs_its_document(
     done = make_done(acceptance.done, platforms, report.cases, None, {"mine"}, checkout=tmp_path)
     (last,) = [one for one in done if one.id == "9.5.4"]
     assert (last.id, last.state) == ("9.5.4", state)
-    told = "docs/resume-semantics.md is there" if state == "met" else "docs/resume-semantics.md is missing"
-    assert last.evidence.en.endswith(told)
+    shown = "docs/resume-semantics.md is there" if state == "met" else "docs/resume-semantics.md is missing"
+    assert last.evidence.en.endswith(shown)
 
 
 def test_an_npu_run_meets_the_lines_that_need_one(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def report_with(folder: Path, **outcomes: str) -> Any:
     return assemble(read_run([run.finish()])).report
 
 
-def test_the_trend_tells_in_words_what_changed_since_the_run_before(tmp_path: Path) -> None:
+def test_the_trend_says_in_words_what_changed_since_the_run_before(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     first = line_of(report_with(tmp_path / "first", A6="pass", B1="pass", B6="pass"))
     second = line_of(report_with(tmp_path / "second", A6="fail", B1="pass", C3="pass"))

@@ -47,7 +47,7 @@ def test_the_first_screen_leads_to_case_step_rank_and_bucket(refused: str) -> No
     assert page.count("a", "href", "#divergence-1") == 1
 
 
-def test_the_depth_of_a_refused_run_shows_both_values_and_which_rank_parts(refused: str) -> None:
+def test_the_depth_of_a_refused_run_shows_both_values_and_which_rank_differs(refused: str) -> None:
     text = Page(refused).text
     detail = text[text.index("Case details the worst") : text.index("Sabotages Defects")]
     assert "reference cc000602" in detail
@@ -66,7 +66,7 @@ def test_an_accepted_run_says_so_and_opens_its_hardest_case(accepted: str) -> No
     assert "No column differs on any rank." in text
 
 
-def test_every_link_leads_somewhere_and_every_id_stands_once(refused: str) -> None:
+def test_every_link_leads_somewhere_and_every_id_is_unique(refused: str) -> None:
     page = Page(refused)
     ids = [value for _, name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
@@ -133,7 +133,7 @@ def test_no_word_of_the_list_is_left_unused() -> None:
         assert prefix, name
 
 
-def test_storage_is_shown_by_scenario_and_model_with_the_peer_beside_it_and_skips_with_their_reason(
+def test_storage_is_shown_by_scenario_and_model_with_its_baseline_and_skips_with_their_reason(
     tmp_path: Path,
 ) -> None:
     folder = whole_run(tmp_path / "run").finish()
@@ -197,8 +197,8 @@ def test_the_machine_and_its_settings_are_part_of_the_provenance(tmp_path: Path)
     run.case("A6", suite="st")
     text = Page(render(assemble(read_run([run.finish()])))).text
     provenance = text[text.index("Provenance run-1") :]
-    for told in ("cpu A CPU", "cores 2", "memory 3.0 GiB", "file system ext4", "packages_digest feedfacefeedface"):
-        assert told in provenance
+    for shown in ("cpu A CPU", "cores 2", "memory 3.0 GiB", "file system ext4", "packages_digest feedfacefeedface"):
+        assert shown in provenance
     assert "environment OMP_NUM_THREADS 1" in provenance
     assert "s3cret" not in text
     assert "SURPRISE" not in text

@@ -1,4 +1,4 @@
-"""What it costs: the records of the benchmarks are shown as they were measured, judge nothing, and are refused where broken."""
+"""Costs: the records of the benchmarks are shown as measured, leave the verdict alone, and are refused where broken."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def section(assembled: Assembled) -> str:
 
 
 def small(folder: Path, *, source: str = SOURCE) -> Path:
-    """A run of one case beside which benchmarks may lie."""
+    """A run of one case, to which benchmarks may be added."""
     run = RunFolder(folder, suite="conformance", source=source)
     run.case("A6")
     return run.finish()
@@ -49,7 +49,7 @@ def test_each_figure_is_shown_with_its_spread_its_goal_and_whether_it_was_met(tm
     assert "Not measured : torchsnapshot (1 GB). torchsnapshot is not installed" in text
 
 
-def test_the_section_speaks_both_languages_and_keeps_what_it_has_no_word_for(tmp_path: Path) -> None:
+def test_the_section_is_in_both_languages_and_keeps_what_it_has_no_word_for(tmp_path: Path) -> None:
     run = costed(small(tmp_path / "run") / "bench")
     where = {"benchmark": "odd", "point": "here"}
     run.figure(where, "a ratio of one's own", "seconds", ["raw write"], "ours", {}, 0, None, "ours was not measured")
@@ -113,11 +113,11 @@ def test_the_machine_and_the_command_are_shown_without_paths_and_secrets(tmp_pat
     for text in (section(assembled), make_files(assembled)["results.json"]):
         assert "s3cret" not in text
         assert str(tmp_path) not in text
-    for told in ("cpu A CPU", "memory 3.0 GiB", "threads of torch 1", "OMP_NUM_THREADS=1", "feedfacefeedface"):
-        assert told in section(assembled)
+    for shown in ("cpu A CPU", "memory 3.0 GiB", "threads of torch 1", "OMP_NUM_THREADS=1", "feedfacefeedface"):
+        assert shown in section(assembled)
 
 
-def test_a_chart_is_drawn_where_a_ratio_has_several_places_with_its_goal_beside_it(tmp_path: Path) -> None:
+def test_a_chart_is_drawn_where_a_ratio_has_several_places_with_its_goal(tmp_path: Path) -> None:
     costed(small(tmp_path / "run") / "bench").finish()
     page = render(made(tmp_path / "run"))
     assert "a: 1</text>" in page
@@ -210,7 +210,7 @@ def strange_benchmark(run: BenchFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "shown"),
     [
         (no_footer, "no footer"),
         (torn, "torn"),
@@ -227,7 +227,7 @@ def strange_benchmark(run: BenchFolder) -> None:
     ],
 )
 def test_broken_records_are_refused_by_name_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[BenchFolder], None], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[BenchFolder], None], shown: str
 ) -> None:
     folder = small(tmp_path / "run")
     run = costed(folder / "bench")
@@ -236,7 +236,7 @@ def test_broken_records_are_refused_by_name_and_nothing_is_written(
     assert main(["build", str(folder), "-o", str(tmp_path / "report")]) == 2
     said = capsys.readouterr().err
     assert "records.jsonl" in said
-    assert told in said
+    assert shown in said
     assert not (tmp_path / "report").exists()
 
 
