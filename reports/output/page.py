@@ -68,7 +68,7 @@ def render_whole(assembled: Assembled, trend: Trend | None = None) -> str:
     packed = pack(series, report.cases)
     return render_template(
         "acceptance.html.j2",
-        scripts=("switches.js", "acceptance.js"),
+        scripts=("switches.js", "acceptance.js", "navigation.js"),
         styles=("costs.css",),
         words=words,
         report=report,
