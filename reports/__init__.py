@@ -1,1 +1,1 @@
-"""The reports room: a results folder becomes one self-contained HTML file."""
+"""The acceptance report: results folders become one self-contained HTML page and files that machines read."""

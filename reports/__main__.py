@@ -14,18 +14,19 @@ from reports.comparing.compare import compare, text_of
 from reports.comparing.compare_page import render_comparison
 from reports.judging.assemble import ReportError, assemble
 from reports.judging.history import append_run, line_of, make_trend, read_history, with_run
-from reports.output.machine_files import PAGE, make_files, write_files
+from reports.output.machine_files import PAGE, built_profile, make_files, write_files
 from reports.reading.read import read_run
 
-# 0: accepted, all that was chosen passed, or the two runs agree. 2: the question itself is wrong, or the records can't be
-# trusted.
+# The folder of the report, in the first results folder.
+REPORT = "report"
+# 0: accepted, a selection passed, or the two runs agree. 2: wrong usage, or the records can't be trusted.
 EXIT_CODES = {"accepted": 0, "passed": 0, "refused": 1, "incomplete": 3}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; see :data:`EXIT_CODES`."""
     options = _parser().parse_args(arguments)
-    # Millions of small objects are made and none is garbage before the end.
+    # Millions of small objects are made, and none of them is garbage before the end.
     gc.disable()
     try:
         code: int = options.do(options)
@@ -43,7 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     build = verbs.add_parser("build", help="the acceptance report of one run", allow_abbrev=False)
     build.add_argument("results", type=Path, nargs="+", help="results folders, or folders that hold several")
     build.add_argument("-o", "--output", type=Path, help="default: report/ in the first folder")
-    build.add_argument("--profile", default="accept", help="what must be complete: accept, nightly, npu, selection")
+    build.add_argument(
+        "--profile", default="accept", help="what must be complete: accept (default), nightly, npu, selection"
+    )
     build.add_argument("--title", help="default: the trainer's name")
     build.add_argument("--history", type=Path, metavar="FILE", help="JSON lines of earlier runs; this run is added")
     build.set_defaults(do=_build)
@@ -51,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     comparing.add_argument("-o", "--output", type=Path, help="the page; default: none, only the text")
-    comparing.add_argument("--profile", default="accept", help="by which both verdicts are made")
+    comparing.add_argument("--profile", help="what must be complete; default: what each run was made for")
     comparing.set_defaults(do=_compare)
     return parser
 
@@ -63,7 +66,7 @@ def _build(options: argparse.Namespace) -> int:
     line = line_of(assembled.report)
     if options.history is not None:
         trend = make_trend(with_run(read_history(options.history), line))
-    output = options.output or options.results[0] / "report"
+    output = options.output or options.results[0] / REPORT
     write_files(make_files(assembled, trend), output)
     if options.history is not None:
         append_run(options.history, line)
@@ -73,7 +76,10 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    before, after = (assemble(read_run([side]), profile=options.profile) for side in (options.before, options.after))
+    before, after = (
+        assemble(read_run([side]), profile=options.profile or built_profile(side / REPORT))
+        for side in (options.before, options.after)
+    )
     found = compare(before, after)
     print(text_of(found), end="")
     if options.output is not None:

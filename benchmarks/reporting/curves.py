@@ -38,29 +38,41 @@ class Curve:
     dots: Sequence[Dot]
 
 
-def draw_curves(curves: Sequence[Curve], *, x_label: str, y_label: str, title: str) -> str:
-    """Return an ``<svg>`` with both axes logarithmic; values must be above 0."""
+def draw_curves(
+    curves: Sequence[Curve], *, x_label: str, y_label: str, title: str, width: int = WIDTH, right: int = _RIGHT
+) -> str:
+    """Return an ``<svg>`` with both axes logarithmic; values must be above 0.
+
+    Args:
+        curves: what to draw.
+        x_label: the name of the horizontal axis.
+        y_label: the name of the vertical axis.
+        title: what a reader hears who does not see the drawing.
+        width: of the drawing, in pixels; letters have the same size at any width.
+        right: of it, the room for the labels at the right.
+    """
     dots = [dot for curve in curves for dot in curve.dots]
     if not dots:
         return ""
-    x = _log_scale([dot.x for dot in dots], _LEFT + 14, WIDTH - _RIGHT - 14)
+    edge = width - right
+    x = _log_scale([dot.x for dot in dots], _LEFT + 14, edge - 14)
     values = [value for dot in dots for value in (dot.least, dot.most)]
     y = _log_scale(values, HEIGHT - _BOTTOM - 10, _TOP + 10)
     parts = [
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
+        f'<svg class="chart" viewBox="0 0 {width} {HEIGHT}" role="img">',
         f"<title>{escape(title)}</title>",
         f'<text class="unit" x="{_LEFT}" y="{HEIGHT - 6}">{escape(x_label)}</text>',
         f'<text class="unit" x="6" y="{_TOP}">{escape(y_label)}</text>',
-        f'<path class="axis" d="M{_LEFT} {HEIGHT - _BOTTOM}H{WIDTH - _RIGHT}"/>',
+        f'<path class="axis" d="M{_LEFT} {HEIGHT - _BOTTOM}H{edge}"/>',
     ]
     for value in sorted({dot.x for dot in dots}):
         parts.append(f'<text class="tick middle" x="{x(value):.1f}" y="{HEIGHT - _BOTTOM + 18}">{value:g}</text>')
     for value in _ticks(min(values), max(values)):
-        parts.append(f'<path class="grid" d="M{_LEFT} {y(value):.1f}H{WIDTH - _RIGHT}"/>')
+        parts.append(f'<path class="grid" d="M{_LEFT} {y(value):.1f}H{edge}"/>')
         parts.append(f'<text class="tick end" x="{_LEFT - 8}" y="{y(value) + 4:.1f}">{value:g}</text>')
     places = _apart([y(curve.dots[-1].y) for curve in curves])
     for curve, place in zip(curves, places, strict=True):
-        parts += _curve(curve, x, y, place)
+        parts += _curve(curve, x, y, edge, place)
     return "\n".join([*parts, "</svg>"])
 
 
@@ -92,10 +104,12 @@ def swatch(style: str, number: int) -> str:
     return f'<svg class="swatch" viewBox="0 0 34 16" aria-hidden="true">{inner}</svg>'
 
 
-def _curve(curve: Curve, x: Callable[[float], float], y: Callable[[float], float], place: float) -> list[str]:
+def _curve(
+    curve: Curve, x: Callable[[float], float], y: Callable[[float], float], edge: int, place: float
+) -> list[str]:
     path = "L".join(f"{x(dot.x):.1f} {y(dot.y):.1f}" for dot in curve.dots)
     last = curve.dots[-1]
-    end = f"M{x(last.x) + 6:.1f} {y(last.y):.1f}L{WIDTH - _RIGHT + 8} {place:.1f}"
+    end = f"M{x(last.x) + 6:.1f} {y(last.y):.1f}L{edge + 8} {place:.1f}"
     parts = [f'<path class="curve {curve.style}" d="M{path}"/>', f'<path class="leader {curve.style}" d="{end}"/>']
     for dot in curve.dots:
         spread = f"M{x(dot.x):.1f} {y(dot.least):.1f}V{y(dot.most):.1f}"
@@ -103,7 +117,7 @@ def _curve(curve: Curve, x: Callable[[float], float], y: Callable[[float], float
         title = f"<title>{escape(curve.label)}: {escape(dot.text)}</title>"
         parts.append(f"<g>{title}{_marker(curve.number, curve.style, x(dot.x), y(dot.y))}</g>")
     text = f"{curve.label}: {last.text}"
-    parts.append(f'<text class="name" x="{WIDTH - _RIGHT + 12}" y="{place + 4:.1f}">{escape(text)}</text>')
+    parts.append(f'<text class="name" x="{edge + 12}" y="{place + 4:.1f}">{escape(text)}</text>')
     return parts
 
 

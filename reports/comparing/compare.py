@@ -1,7 +1,7 @@
-"""Two runs side by side (two commits, two machines, CPU against NPU): outcomes that changed, and where uninterrupted legs part.
+"""Two runs side by side (two commits, two machines, CPU and NPU): outcomes that changed, and where uninterrupted legs differ.
 
-A resume is judged within one run; here the uninterrupted legs of both are held against each other, value by value, which shows
-whether the training itself is the same. On other devices it rarely is to the bit, so the largest relative distance is told.
+A resume is judged within one run. Here the uninterrupted legs of both runs are compared value by value, which shows whether the
+training itself is the same. On other devices it rarely is to the bit, so the largest relative distance is reported.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from conformance.records.trajectory import Trajectory
 from reports.comparing.compare_costs import Worse, goals_in_common, worse_costs
 from reports.contents.document import CaseEntry, PartEntry
+from reports.contents.text import Text
 from reports.judging.acceptance import sort_key
 from reports.judging.assemble import Assembled
 from reports.judging.differences import grid
@@ -21,9 +22,10 @@ from reports.reading.frames import METRICS
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two runs; ``commit`` is empty where the records hold none."""
+    """One of the two runs, judged by ``profile``; ``commit`` is empty where the records hold none."""
 
     run: str
+    profile: str
     platforms: str
     commit: str
     state: str
@@ -34,10 +36,10 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseFlip:
-    """A case that came to different outcomes; None where one run lacks it."""
+    """A case with different outcomes; None where it is not in one of the runs."""
 
     key: str
-    title: str
+    title: Text
     before: str | None
     after: str | None
 
@@ -47,7 +49,7 @@ class LegRow:
     """The uninterrupted leg of one case in both runs. ``largest`` is by metric, relative; ``first`` what differs first."""
 
     key: str
-    title: str
+    title: Text
     steps: int
     first: str
     first_step: int | None
@@ -81,7 +83,7 @@ class Comparison:
 
 
 def compare(before: Assembled, after: Assembled) -> Comparison:
-    """Hold two runs against each other; cases are matched by their key, whatever platform they ran on."""
+    """Compare two runs; cases are matched by their key, on whatever platform they ran."""
     old, new = _by_key(before), _by_key(after)
     keys = sorted({*old, *new}, key=lambda key: (sort_key(key.partition("@")[0].partition("#")[0]), key))
     flips, legs = [], []
@@ -126,6 +128,7 @@ def _side(assembled: Assembled) -> Side:
     parts: Sequence[PartEntry] = report.parts
     return Side(
         run=" + ".join(part.run_id for part in parts),
+        profile=report.profile,
         platforms=", ".join(sorted({part.platform for part in parts})),
         commit=", ".join(dict.fromkeys(part.facts["commit"] for part in parts if "commit" in part.facts)),
         state=report.verdict.state,
@@ -183,8 +186,8 @@ def _largest(pairs: Sequence[tuple[int, tuple[float | None, ...], tuple[float | 
         if one is None or other is None or one == other or (math.isnan(one) and math.isnan(other)):
             continue
         scale = max(abs(one), abs(other))
-        apart = abs(one - other) / scale if math.isfinite(scale) else math.inf
-        largest = max(largest, apart if not math.isnan(apart) else math.inf)
+        distance = abs(one - other) / scale if math.isfinite(scale) else math.inf
+        largest = max(largest, distance if not math.isnan(distance) else math.inf)
     return largest
 
 
@@ -224,19 +227,21 @@ def _number(value: float | None) -> float:
 
 
 def text_of(found: Comparison) -> str:
-    """What the command prints: changed outcomes first, then where uninterrupted legs part."""
-    lines = [f"before: {found.before.run} ({found.before.platforms}): {found.before.state}"]
-    lines += [f"after:  {found.after.run} ({found.after.platforms}): {found.after.state}"]
+    """What the command prints: changed outcomes first, then where uninterrupted legs differ."""
+    lines = [
+        f"{name:7} {side.run} ({side.platforms}), profile {side.profile}: {side.state}"
+        for name, side in (("before:", found.before), ("after:", found.after))
+    ]
     lines += [f"  {flip.key}: {flip.before or 'not there'} -> {flip.after or 'not there'}" for flip in found.flips]
     lines.append(f"{len(found.flips)} outcomes changed, {found.same_outcomes} are the same")
-    apart = [row for row in found.legs if row.first_step is not None]
-    for row in apart[:20]:
+    different = [row for row in found.legs if row.first_step is not None]
+    for row in different[:20]:
         largest = ", ".join(f"{name} {value:.3g}" for name, value in row.largest.items() if value)
         lines.append(
             f"  {row.key}: first at step {row.first_step} ({row.first}); largest relative: {largest or 'none'}"
         )
-    lines.append(f"{len(apart)} of {len(found.legs)} uninterrupted legs differ")
+    lines.append(f"{len(different)} of {len(found.legs)} uninterrupted legs differ")
     if found.goals:
-        lines += [f"  {one.benchmark}, {one.point}: {one.text}: {one.told}" for one in found.worse]
+        lines += [f"  {one.benchmark}, {one.point}: {one.text}: {one.words}" for one in found.worse]
         lines.append(f"{len(found.worse)} of {found.goals} cost figures got worse by more than their spread")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Costs of two runs side by side: the figures with a goal that got worse by more than what their rounds scatter."""
+"""Costs of two runs side by side: the figures with a goal that got worse by more than the spread of their rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.reporting.records import FigureRecord
 from benchmarks.reporting.table import ratio_text
 from reports.reading.costs import CostRun
 
-# Of a figure that was measured once (peak memory): what is taken for its spread.
+# The spread of a figure that was measured once (peak memory), as a share of it.
 _SHARE_OF_ONE = 0.05
 
 
@@ -25,13 +25,13 @@ class Worse:
     goal: str
 
     @property
-    def told(self) -> str:
+    def words(self) -> str:
         """Both values and the goal, in words."""
-        return f"{self.before} -> {self.after} ({self.goal} is wanted)"
+        return f"{self.before} -> {self.after} (the goal is {self.goal})"
 
 
 def worse_costs(before: Sequence[CostRun], after: Sequence[CostRun]) -> tuple[Worse, ...]:
-    """What got worse; a figure that one side lacks, or that proves nothing (a smoke run), is no part of it."""
+    """What got worse; a figure that one side does not have, or of a smoke run, is not compared."""
     old, new = _measured(before), _measured(after)
     return tuple(
         Worse(
@@ -62,14 +62,14 @@ def _measured(runs: Sequence[CostRun]) -> dict[tuple[str, str, str], FigureRecor
 
 
 def _is_worse(before: FigureRecord, after: FigureRecord) -> bool:
-    assert before.median is not None  # chosen for that
+    assert before.median is not None  # only measured figures are compared
     assert after.median is not None
     lost = before.median - after.median if after.relation == "at least" else after.median - before.median
     return lost > max(_spread(before), _spread(after))
 
 
 def _spread(figure: FigureRecord) -> float:
-    assert figure.median is not None  # what was measured has all of these
+    assert figure.median is not None  # a measured figure has all of these
     assert figure.least is not None
     assert figure.most is not None
     return figure.most - figure.least if figure.samples > 1 else _SHARE_OF_ONE * figure.median

@@ -1,4 +1,4 @@
-"""The page of two runs side by side: differences first; its script only switches language and colours."""
+"""The page of two runs side by side, differences first. Its script only switches language and colours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from reports.comparing.compare import Comparison, CurvePair
 from reports.contents.text import load_words
-from reports.output.charts import Chart, Series, draw, swatch
+from reports.output.charts import Chart, Series, draw, fitted, swatch
 from reports.output.page import render_template
 from reports.output.series import thin
 
@@ -29,7 +29,7 @@ def render_comparison(found: Comparison) -> str:
         data={},
         found=found,
         versions=[(name, found.before.versions.get(name), found.after.versions.get(name)) for name in versions],
-        apart=[row for row in found.legs if row.first_step is not None],
+        different=[row for row in found.legs if row.first_step is not None],
         figures=[(pair.metric, *_draw(pair)) for pair in found.curves if not all(map(math.isnan, pair.before))],
         swatches=[Markup(swatch(*look)) for look in (_BEFORE, _AFTER)],
     )
@@ -37,12 +37,12 @@ def render_comparison(found: Comparison) -> str:
 
 def _draw(pair: CurvePair) -> tuple[Markup, Markup]:
     before, after = np.array(pair.before), np.array(pair.after)
-    apart = after - before
-    apart[before.view(np.int64) == after.view(np.int64)] = 0.0
+    difference = after - before
+    difference[before.view(np.int64) == after.view(np.int64)] = 0.0
     chosen = list(range(len(pair.steps)))
     is_thinned = len(pair.steps) > _MOST_POINTS
     if is_thinned:
-        chosen = thin([before, after, apart], _MOST_POINTS).tolist()
+        chosen = thin([before, after, difference], _MOST_POINTS).tolist()
 
     def series(label: str, look: tuple[str, str], values: Sequence[float]) -> Series:
         return Series(
@@ -66,10 +66,14 @@ def _draw(pair: CurvePair) -> tuple[Markup, Markup]:
     lower = Chart(
         title=f"{pair.metric} of the run after minus that of the run before, by step",
         unit="after − before",
-        series=[series("after − before", _AFTER, apart.tolist())],
+        series=[series("after − before", _AFTER, difference.tolist())],
         marks=(),
         bands=(),
         height=160,
         differences=True,
     )
-    return Markup(draw(upper, name=f"{pair.metric}-values")), Markup(draw(lower, name=f"{pair.metric}-apart"))
+    return _fitted(upper, f"{pair.metric}-values"), _fitted(lower, f"{pair.metric}-difference")
+
+
+def _fitted(chart: Chart, name: str) -> Markup:
+    return Markup(fitted(draw(chart, name=name), draw(chart, name=f"narrow-{name}", is_narrow=True)))

@@ -1,1 +1,1 @@
-"""The report as data, and its words in two languages."""
+"""The report as data, and its words and case titles in two languages."""

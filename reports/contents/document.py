@@ -1,8 +1,6 @@
-"""The report as data: everything that the page, ``results.json``, JUnit and the summary say.
+"""The report as data, with everything that the page, JUnit and the summary say; ``results.json`` is its plain form.
 
-``results.json`` is its plain form.
-
-The HTML is rendered from this and from the frames that this was made from, so no two of the outputs can disagree.
+The HTML is rendered from this report and from the frames of the same records, so no two of the outputs can disagree.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ SCHEMA_FILE = Path(__file__).parents[1] / "schema" / "report.schema.json"
 
 # `passed` is of a selection: all that was run passed; whether that was all is not judged.
 State = Literal["accepted", "passed", "refused", "incomplete"]
-# What a cell says, the best first. A cell of several cases says its worst. `missing`: required, and no result is there.
+# The states of a cell, the best first. A cell of several cases has the worst of theirs. `missing`: required, without a result.
 CELL_STATES = ("pass", "note", "missing", "skipped", "unsupported", "error", "known_fail", "unexpected_pass", "fail")
-# Why a cell is no verdict on the trainer: a closed list.
+# Why a cell is no judgement of the trainer: a closed list.
 REASONS = (
     "needs-npu",
     "needs-gpu",
@@ -43,7 +41,7 @@ REASONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PartEntry:
-    """One results folder and its provenance, as far as its header holds it; what it lacks is named in ``missing``."""
+    """One results folder and its provenance, as far as its header holds it; ``missing`` names what the header does not hold."""
 
     name: str
     run_id: str
@@ -80,7 +78,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The one word, the one sentence, and every finding, the worst first."""
+    """The state, one sentence that explains it, and every finding, the worst first."""
 
     state: State
     sentence: Text
@@ -127,9 +125,10 @@ class DoneEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """One epoch of a surviving history (named by its checkpoint directory) against the reference.
+    """One epoch of the steps that count (named by their checkpoint directory), compared with the reference.
 
-    Ids that came twice, ids that never came, and the place of the first that came out of order.
+    ``duplicated`` came more often than in the reference, ``skipped`` less often; ``out_of_order_at`` is the place of the first
+    id that differs from the reference.
     """
 
     history: str
@@ -144,10 +143,10 @@ class Epoch:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """One interruption and what became of it. ``lost_steps`` is the recovery point (RPO), ``seconds`` the time (RTO).
+    """One interruption and the resume after it. ``lost_steps`` is the recovery point (RPO), ``seconds`` the time (RTO).
 
-    ``measured`` says from where to where: ``outage`` from the kill to the first step ready to run; ``restart`` only from
-    the new process's start, where the records do not tell when that was.
+    ``measured`` says which time: ``outage`` is from the kill until the first step is ready to run; ``restart`` is only from the
+    start of the new process, for records that do not hold when that was.
     """
 
     interrupted: str
@@ -161,7 +160,7 @@ class Resume:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCell:
-    """One bucket on one rank: what was restored against what was saved."""
+    """One bucket on one rank: what was restored, compared with what was saved."""
 
     bucket: str
     rank: int
@@ -172,7 +171,7 @@ class BucketCell:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What one restore did, bucket by bucket and rank by rank, and what the trainer warned of meanwhile."""
+    """What one restore did, by bucket and rank, and the trainer's warnings during it."""
 
     leg: str
     step: int | None
@@ -203,7 +202,7 @@ class LegEntry:
 class Configuration:
     """What one leg's program ran with, after all overrides: (field, value, source), sources in the program's own words.
 
-    Of a leg that follows another one of the same case only what is new there: ``base`` names that leg.
+    Of a later leg of the same case only what differs from the leg that ``base`` names.
     """
 
     leg: str
@@ -213,7 +212,7 @@ class Configuration:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseEntry:
-    """One judged case: the outcome with everything that leads to its cause."""
+    """One judged case: its outcome with everything that leads to the cause."""
 
     anchor: str
     part: str
@@ -247,7 +246,7 @@ class CaseEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class SabotageEntry:
-    """One defect that was put in on purpose: did the suite notice, and did it blame the right bucket?"""
+    """One defect that was put in on purpose: was it noticed, and attributed to the right bucket?"""
 
     part: str
     id: str
@@ -263,7 +262,7 @@ class SabotageEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class KillEntry:
-    """One kill of a soak, or one point of a crash sweep; ``divergence`` is the first value that is not the reference's."""
+    """One kill of a soak, or one point of a crash sweep; ``divergence`` is the first value that differs from the reference."""
 
     anchor: str
     part: str

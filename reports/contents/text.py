@@ -1,4 +1,4 @@
-"""A sentence of the page in its two languages, and the words that the template takes by name."""
+"""A text in the two languages of the page, and the words that the templates take by name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _FILE = Path(__file__).with_name("words.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """The same in English and in Chinese."""
+    """The same text in English and in Chinese."""
 
     en: str
     zh: str
 
 
 def say(en: str, zh: str, **values: object) -> Text:
-    """Both languages with ``{name}`` filled in; a value that is a Text is taken in the language it goes into."""
+    """Both languages with ``{name}`` filled in; of a value that is a Text each language takes its own."""
     return Text(
         en=en.format(**{name: value.en if isinstance(value, Text) else value for name, value in values.items()}),
         zh=zh.format(**{name: value.zh if isinstance(value, Text) else value for name, value in values.items()}),
@@ -28,7 +28,7 @@ def say(en: str, zh: str, **values: object) -> Text:
 
 
 def same(text: str) -> Text:
-    """What reads the same in both: ids, numbers, what a trainer said."""
+    """A text that is the same in both languages: ids, numbers, messages of a trainer."""
     return Text(en=text, zh=text)
 
 

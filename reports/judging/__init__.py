@@ -1,1 +1,1 @@
-"""From records to the verdict: cases, matrix, ledger, restores, the definition of done, the trend."""
+"""From records to the verdict: cases, matrix, sample ledger, restores, acceptance criteria, trend."""

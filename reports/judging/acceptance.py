@@ -8,6 +8,7 @@ ids are read from this checkout's YAML. No code of those two packages is needed 
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ class Acceptance:
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """A column of the matrix. ``required`` are (suite, case id); a pattern that no case matches stands for itself.
+    """A column of the matrix. ``required`` are (suite, case id); a pattern that no case matches is kept as an id.
 
     ``later`` are those that this checkout requires and the run, when it was made, did not.
     """
@@ -172,6 +173,8 @@ def sort_key(case_id: str) -> tuple[str, int, str]:
     return (base[:1], int(number), rest) if number.isdigit() else (base, 0, rest)
 
 
+# These files don't change while a report is made, and the ids of all cases are asked for again and again.
+@functools.cache
 def _load(path: Path) -> Any:
     with path.open(encoding="utf-8") as file:
         return yaml.load(file, Loader=yaml.CSafeLoader)

@@ -50,7 +50,7 @@ def assemble(run: Run, *, profile: str | None = "accept", title: str | None = No
     Args:
         run: its records.
         profile: what must be complete; None for the profile that the run is complete enough for, see :func:`profile_of`.
-        title: stands at the top of the page; the trainer's name where there is none.
+        title: the heading of the page; default: the trainer's name.
 
     Raises:
         ReportError: no profile has that name.
@@ -115,9 +115,7 @@ def profile_of(
 
     known = acceptance.profiles.items()
     fitting = [
-        name
-        for name, one in known
-        if one.is_acceptance and has_results(one) and (has_sabotages or not one.sabotages)
+        name for name, one in known if one.is_acceptance and has_results(one) and (has_sabotages or not one.sabotages)
     ]
     # One that also requires sabotages is the stricter of two with the same platforms.
     fitting.sort(key=lambda name: acceptance.profiles[name].sabotages, reverse=True)

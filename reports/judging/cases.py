@@ -79,7 +79,7 @@ def anchor_of(*words: str) -> str:
 
 
 def unique(anchors: Sequence[str]) -> list[str]:
-    """The same anchors with a number behind each one that stands earlier in the list too."""
+    """The same anchors, with a number added to each one that is earlier in the list too."""
     taken: set[str] = set()
     found = []
     for anchor in anchors:

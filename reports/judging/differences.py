@@ -1,4 +1,4 @@
-"""Where two trajectories part: every column on every rank, and how far apart two values are."""
+"""Where two trajectories differ: every column on every rank, and the distance of two values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BUCKETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GridCell:
-    """One column on one rank: the first step that differs (None: none does) and in which part; 0 compared: no digests."""
+    """One column on one rank: the first step that differs (None: none does) and in which entry; 0 compared: no digests."""
 
     rank: int
     compared: int
@@ -34,7 +34,7 @@ class GridCell:
 
 @dataclass(frozen=True, kw_only=True)
 class GridRow:
-    """One column of the records. ``bucket`` is the state bucket that it shows directly, empty for what follows from others."""
+    """One column of the records. ``bucket`` is the state bucket that it shows directly, empty for a derived column."""
 
     column: str
     bucket: str
@@ -43,7 +43,7 @@ class GridRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """Two numbers that differ: in hexadecimal, their difference, and the floats between them (float32 where both are such)."""
+    """Two numbers that differ: in hexadecimal, their difference, and how many floats lie between them."""
 
     reference_hex: str
     resumed_hex: str
@@ -86,7 +86,7 @@ def _cell(column: str, rank: int, pairs: list[tuple[TrajectoryRecord, Trajectory
 
 
 def distance(divergence: Divergence) -> Distance | None:
-    """How far apart the two values are; None where they are no finite numbers."""
+    """The distance of the two values; None where they are no finite numbers."""
     if divergence.column not in NUMBERS:
         return None
     try:
@@ -117,7 +117,7 @@ def _ordinal(value: float, single: bool) -> int:
 
 
 def _is_single(value: float) -> bool:
-    """True when a float32 holds the value exactly, as what a tensor of that type tells does."""
+    """True when a float32 holds the value exactly, as it does every value of a tensor of that type."""
     try:
         (back,) = struct.unpack("<f", struct.pack("<f", value))
     except OverflowError:

@@ -1,8 +1,9 @@
-"""The trend over earlier runs: one line a run in ``history.jsonl``, and what changed since, in words."""
+"""The trend over earlier runs: one line per run in ``history.jsonl``, and what changed since, in words."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,14 @@ from conformance.records.trajectory import RecordError
 from reports.contents.document import Report, as_json
 from reports.contents.text import Text, say
 
+# The lines are the same since the first version of the report, so its history is read on.
 SCHEMA = "hyper_resume.history/1"
 _SHOWN = 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryLine:
-    """One run: ``digest`` is of its whole report, so that the same records are never counted twice."""
+    """One run: ``digest`` is of its whole report, so that the same report is never counted twice."""
 
     schema: str
     digest: str
@@ -29,6 +31,13 @@ class HistoryLine:
     commit: str | None
     state: str
     outcomes: Mapping[str, str]
+
+    def is_same_run(self, other: HistoryLine) -> bool:
+        """True for a line of the same records, also where another version of this package made the report of them."""
+        if self.digest == other.digest:
+            return True
+        own, others = ((line.run, line.started_at, line.commit, line.outcomes) for line in (self, other))
+        return own == others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +90,14 @@ def read_history(path: Path) -> tuple[HistoryLine, ...]:
 
 
 def with_run(history: Sequence[HistoryLine], line: HistoryLine) -> tuple[HistoryLine, ...]:
-    """The history up to and with this run: what came after it, when an old run is built again, is left out."""
-    digests = [one.digest for one in history]
-    before = history[: digests.index(line.digest)] if line.digest in digests else history
+    """The history up to and with this run; when an old run is built again, later runs are left out."""
+    before = itertools.takewhile(lambda one: not one.is_same_run(line), history)
     return (*before, line)
 
 
 def append_run(path: Path, line: HistoryLine) -> None:
     """Add a run to the file, once."""
-    if any(one.digest == line.digest for one in read_history(path)):
+    if any(one.is_same_run(line) for one in read_history(path)):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:

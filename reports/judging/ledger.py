@@ -1,4 +1,4 @@
-"""The sample ledger: what each rank trained on in the history that survived, against the uninterrupted run."""
+"""The sample ledger: the samples of each rank in the steps that count in the end, compared with the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reports.contents.document import Epoch
 
 
 def surviving(legs: Sequence[Trajectory], rank: int) -> list[TrajectoryRecord]:
-    """The steps that count: where a leg went back to an earlier step, what was done after that before is lost."""
+    """The steps that count in the end: where a leg went back to an earlier step, the later steps before it are lost."""
     history: list[TrajectoryRecord] = []
     for leg in legs:
         records = leg.records.get(rank, ())
@@ -21,7 +21,7 @@ def surviving(legs: Sequence[Trajectory], rank: int) -> list[TrajectoryRecord]:
 
 
 def ledger(history: str, reference: Trajectory | None, legs: Sequence[Trajectory]) -> tuple[Epoch, ...]:
-    """One row an epoch and rank. Without a reference only what came twice in an epoch can be told."""
+    """One row per epoch and rank. Without a reference only samples that came twice in an epoch can be found."""
     rows = []
     for rank in sorted({rank for leg in legs for rank in leg.ranks}):
         records = surviving(legs, rank)

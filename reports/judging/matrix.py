@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
 from reports.contents.document import CELL_STATES, CaseEntry, Cell, DoneEntry, Row
 from reports.contents.text import Text, same, say
 from reports.judging.acceptance import CHECKOUT, Acceptance, DoneRule, Platform, base_of, matches, sort_key
@@ -24,14 +25,14 @@ def make_rows(
 ) -> tuple[Row, ...]:
     """Every id of the specification, run or not, then every other that is required or was run, by class.
 
-    Without ``all_required`` no cell lacks anything: it counts what was run.
+    Without ``all_required`` a cell counts only what was run.
     """
     ids = {*acceptance.rows, *(base_of(name) for platform in platforms for _, name in platform.required)}
     ids |= {base_of(case.case) for case in cases}
     rows = []
     for name in sorted(ids, key=lambda name: (name not in acceptance.rows, sort_key(name))):
         own = [case for case in cases if base_of(case.case) == name]
-        # The matrix before the system tests: its titles speak of one thing each.
+        # The matrix comes before the system tests: each of its titles names one thing.
         own.sort(key=lambda case: case.suite)
         rows.append(
             Row(
@@ -75,7 +76,7 @@ def worst(states: Sequence[str]) -> str:
 
 
 def _title(name: str, cases: Sequence[CaseEntry]) -> Text:
-    """The title of an id that the specification does not have: that of the case with this very id, else of the first one."""
+    """The title of an id that is not in the specification: that of the case with this very id, or of its first sub-case."""
     titles = [case.title for case in cases if case.case == name] or [case.title for case in cases]
     return titles[0] if titles else same("")
 
@@ -133,7 +134,7 @@ def make_done(
         cases: all judged cases; those under a sabotage show nothing here.
         unit_tests: counts of the unit tests, where there is a record of them.
         trainers: the names of the trainers that the results are of.
-        checkout: where the documents are looked for.
+        checkout: the folder of the documents.
     """
     by_id = {platform.id: platform for platform in platforms}
     clean = [case for case in cases if case.sabotage is None]

@@ -1,4 +1,4 @@
-"""What each restore did: the state that came back against the state that was saved, entry by entry, from the legs' events."""
+"""What each restore did: the restored state compared with the saved one, entry by entry, from the legs' events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reports.reading.read import Part
 from reports.reading.redact import redact
 
 Snapshot = Mapping[str, Mapping[str, str]]
-# Said by torch about every single-process run; it is no news of a restore.
+# A message of torch in every single-process run; it says nothing about a restore.
 _NOISE = "torch.distributed is disabled"
 _MOST_DIFFERENT = 40
 
@@ -36,7 +36,7 @@ def _certificate(part: Part, before: Sequence[LegRecord], leg: LegRecord, restor
     for rank, event in sorted(restored.items()):
         saved = _saved(part, before, step, rank)
         found: Snapshot = event.data.get("buckets") or {}
-        # A bucket that is empty on both sides (a trainer without other stateful objects) says nothing.
+        # A bucket that is empty on both sides (a trainer without other stateful objects) is left out.
         names = [
             name
             for name in (*BUCKETS, *sorted(set(found) - set(BUCKETS)))
@@ -81,7 +81,7 @@ def _cell(name: str, rank: int, saved: Snapshot | None, found: Snapshot) -> Buck
 
 
 def _warnings(events: Sequence[Event]) -> tuple[str, ...]:
-    """What the trainer warned of before its first step, each once, without paths."""
+    """The trainer's warnings before its first step, each once, without paths."""
     found: dict[str, None] = {}
     begun: set[int] = set()
     for event in events:
@@ -95,7 +95,7 @@ def _warnings(events: Sequence[Event]) -> tuple[str, ...]:
 
 
 def resumes(part: Part, legs: Sequence[LegRecord]) -> tuple[Resume, ...]:
-    """Each leg that was ended by a fault, with the leg that went on after it."""
+    """Each leg that was ended by a fault, with the leg that resumed after it."""
     found = []
     for leg, following in itertools.pairwise(legs):
         if leg.fault is None or following.restore_from is None:
@@ -121,7 +121,7 @@ def resumes(part: Part, legs: Sequence[LegRecord]) -> tuple[Resume, ...]:
 
 
 def _outage(leg: LegRecord, following: LegRecord) -> float | None:
-    """Seconds from a leg's end to the next one's start; None where the records do not tell when legs began."""
+    """Seconds from a leg's end to the next one's start; None where the records do not hold when legs began."""
     first, second = leg.started_at, following.started_at
     if not first or not second:
         return None

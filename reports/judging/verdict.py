@@ -1,10 +1,10 @@
 """Accepted, refused or incomplete: the rule of the architecture, applied to the records, and the one sentence that says why.
 
-A selection, of which nothing is required, is never accepted: at most it passed.
+A run is accepted when every id that the profile's platforms require is present with ``pass``, every calibration holds, every
+sabotage that was put in is caught, and no part's own footer objects. Something that was seen to be wrong refuses the run; what
+was not seen (missing, skipped, unsupported, not judged) leaves it incomplete. Unknown is never green.
 
-Accepted needs every id that the profile's platforms require present with ``pass``, every calibration to hold, every sabotage
-that was put in caught, and no finding of the parts' own footers. Something seen to be wrong refuses the run; something that was
-not seen (missing, skipped, unsupported, not judged) leaves it incomplete. Unknown is never green.
+A selection, of which nothing is required, is never accepted: at most it passed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from reports.reading.read import Run
 from reports.reading.redact import redact
 from reports.reading.unit_tests import UnitTests
 
-# The worst first; within a kind, in the order of the cases.
+# The worst kind first; within a kind, findings are in the order of the cases.
 _ORDER = (
     "fail",
     "unexpected_pass",
@@ -77,7 +77,7 @@ def make_verdict(
         *_case_findings(cases, kills),
         *_missing(wanted, states),
         *_flaky(cases),
-        *_kill_findings([kill for kill in kills if not _is_told(kill, cases)]),
+        *_kill_findings([kill for kill in kills if not _is_explained(kill, cases)]),
         *_test_findings(run.tests),
         *_storage_findings(run.storage),
         *_cost_findings(run.costs),
@@ -90,10 +90,15 @@ def make_verdict(
     total = sum(len(own) for own in states.values())
     passed = sum(state in ("pass", "note") for own in states.values() for state in own.values())
     good: State = "accepted" if profile.is_acceptance else "passed"
-    sentence = _all_is_well(total, cases) if profile.is_acceptance else _all_passed(run, cases, kills)
+    if refused:
+        sentence = _how_many_failed(findings, cases, kills)
+    elif findings:
+        sentence = findings[0].text
+    else:
+        sentence = _all_is_well(total, cases) if profile.is_acceptance else _all_passed(run, cases, kills)
     return Verdict(
         state="refused" if refused else "incomplete" if findings else good,
-        sentence=findings[0].text if findings else sentence,
+        sentence=sentence,
         findings=tuple(findings),
         counts={name: counts.get(name, 0) for name in OUTCOMES},
         required=total,
@@ -101,16 +106,43 @@ def make_verdict(
     )
 
 
+def _how_many_failed(findings: Sequence[Finding], cases: Sequence[CaseEntry], kills: Sequence[KillEntry]) -> Text:
+    """What a refused run says first: how much failed, and the worst of it."""
+    failed = sum(case.outcome in ("fail", "unexpected_pass", "known_fail") for case in cases)
+    bad_kills = sum(kill.outcome == "fail" for kill in kills)
+    counts = []
+    if failed:
+        counts.append(
+            say("{count} of {total} cases failed", "{total} 个用例中有 {count} 个失败", count=failed, total=len(cases))
+        )
+    if bad_kills:
+        counts.append(
+            say(
+                "{count} of {total} kills failed",
+                "{total} 次中断中有 {count} 次失败",
+                count=bad_kills,
+                total=len(kills),
+            )
+        )
+    if not counts:
+        refusing = sum(one.weight == "refused" for one in findings)
+        counts.append(say("Findings that refuse the run: {count}", "判为不通过的问题：{count} 个", count=refusing))
+    return say(
+        "{counts}. {first}", "{counts}。{first}",
+        counts=Text(en=", ".join(one.en for one in counts), zh="，".join(one.zh for one in counts)), first=findings[0].text,
+    )  # fmt: skip
+
+
 def _all_is_well(required: int, cases: Sequence[CaseEntry]) -> Text:
     return say(
-        "All {required} required results are there and pass; nothing of {count} cases failed, was skipped or left open.",
+        "All {required} required results are there and pass; none of {count} cases failed, was skipped or could not be judged.",
         "必需的 {required} 项结果齐全且全部通过；共 {count} 个用例，无失败、无跳过、无未判定。",
         required=required, count=len(cases),
     )  # fmt: skip
 
 
 def _all_passed(run: Run, cases: Sequence[CaseEntry], kills: Sequence[KillEntry]) -> Text:
-    """What a selection came to: how much was run, and that this is no acceptance."""
+    """The sentence of a selection: how much was run, and that this is no acceptance."""
     sabotages = sum(len(part.results.of(SabotageRecord)) for part in run.parts)
     counted = [("case", "个用例", len(cases)), ("kill", "次中断", len(kills)), ("sabotage", "个破坏", sabotages)]
     there = [(f"{count} {en}{'' if count == 1 else 's'}", f"{count} {zh}") for en, zh, count in counted if count]
@@ -122,7 +154,7 @@ def _all_passed(run: Run, cases: Sequence[CaseEntry], kills: Sequence[KillEntry]
 
 
 def _nothing_run(run: Run, cases: Sequence[CaseEntry], kills: Sequence[KillEntry]) -> Iterator[Finding]:
-    """A run in which nothing passed shows nothing, whatever else it says."""
+    """A run in which nothing passed shows nothing."""
     caught = any(one.caught for part in run.parts for one in part.results.of(SabotageRecord))
     outcomes = {*(case.outcome for case in cases), *(kill.outcome for kill in kills)}
     if not caught and "pass" not in outcomes:
@@ -130,12 +162,12 @@ def _nothing_run(run: Run, cases: Sequence[CaseEntry], kills: Sequence[KillEntry
 
 
 def _commits(run: Run) -> Iterator[Finding]:
-    """Parts that were made of different commits together say nothing about either; schema 1 tells of none."""
+    """Parts that were made of different commits together show neither commit; schema 1 records no commit."""
     commits = {commit_of(part.results.header.source) for part in run.parts} - {""}
     if len(commits) > 1:
         shown = ", ".join(sorted(commits))
         yield _finding("commits", shown, say(
-            "The parts of this run were made of different commits ({shown}), so it shows none of them whole.",
+            "The parts of this run were made of different commits ({shown}), so it shows no commit completely.",
             "本次运行的各部分来自不同的提交（{shown}），不能完整证明其中任何一个。", shown=shown,
         ))  # fmt: skip
 
@@ -148,7 +180,7 @@ def _finding(
 
 
 def _case_findings(cases: Sequence[CaseEntry], kills: Sequence[KillEntry]) -> Iterator[Finding]:
-    """What is not right about single cases; a divergence tells most, so those come first."""
+    """What is wrong with single cases; those with a divergence come first, because that leads to the cause."""
     for case in sorted(cases, key=lambda case: (case.divergence is None, case.level != "must")):
         if case.outcome in ("fail", "unexpected_pass", "known_fail", "error", "unsupported", "skipped"):
             story = _story(case, failed_kill(kills, case.part, case.case))
@@ -168,7 +200,7 @@ def _story(case: CaseEntry, kill: KillEntry | None) -> Text:
             if kill
             else None
         )
-        return _parting(after or case.case, case.divergence)
+        return _difference(after or case.case, case.divergence)
     words = {
         "fail": say("fails", "失败"),
         "unexpected_pass": say("passes, though it is listed as known to fail", "列为已知失败，却通过了"),
@@ -179,7 +211,7 @@ def _story(case: CaseEntry, kill: KillEntry | None) -> Text:
         ),
         "skipped": say("was skipped", "被跳过"),
     }
-    # Of a soak or a sweep the kill tells more than the sum.
+    # In a soak or a sweep the failed kill says more than the summary of all.
     name = (
         say("{case}, kill {number}", "{case} 第 {number} 次中断", case=case.case, number=kill.number)
         if kill
@@ -194,13 +226,13 @@ def _story(case: CaseEntry, kill: KillEntry | None) -> Text:
 
 
 def _short(reason: str) -> str:
-    """As much as a sentence on the first screen can hold; the whole stands with the case."""
+    """As much as a sentence on the first screen can hold; the whole text is shown with the case."""
     return reason if len(reason) <= _LONGEST_REASON else reason[:_LONGEST_REASON].rsplit(" ", 1)[0] + " …"
 
 
-def _parting(after: Text | str, found: Divergence) -> Text:
+def _difference(after: Text | str, found: Divergence) -> Text:
     return say(
-        "{after}: after a resume rank {rank} parts from the uninterrupted run in {bucket}, first at step {step} ({column}).",
+        "{after}: after a resume rank {rank} differs from the uninterrupted run in {bucket}, first at step {step} ({column}).",
         "{after}：恢复后 rank {rank} 的{bucket}与未中断的运行不同；首次出现在第 {step} 步（{column}）。",
         after=after, bucket=_BUCKET_WORDS.get(found.bucket, same(found.bucket)),
         rank=found.rank, step=found.step, column=found.column,
@@ -221,7 +253,7 @@ def _missing(platforms: Sequence[Platform], states: Mapping[str, Mapping[tuple[s
 
 
 def _flaky(cases: Sequence[CaseEntry]) -> Iterator[Finding]:
-    """A case with several outcomes in one run: a resume that works sometimes does not work."""
+    """Cases with several outcomes in one run: a resume that works only sometimes does not work."""
     outcomes: dict[tuple[str, str, str | None], set[str]] = {}
     for case in cases:
         outcomes.setdefault((case.part, f"{case.case} ({case.suite})", case.sabotage), set()).add(case.outcome)
@@ -233,8 +265,8 @@ def _flaky(cases: Sequence[CaseEntry]) -> Iterator[Finding]:
             ))  # fmt: skip
 
 
-def _is_told(kill: KillEntry, cases: Sequence[CaseEntry]) -> bool:
-    """True when the result of its soak or sweep is red already, and says why."""
+def _is_explained(kill: KillEntry, cases: Sequence[CaseEntry]) -> bool:
+    """True when the result of its soak or sweep is red too, and says why."""
     return any(
         case.part == kill.part and case.case == kill.key and case.outcome not in ("pass", "note") for case in cases
     )
@@ -249,13 +281,13 @@ def _kill_findings(kills: Sequence[KillEntry]) -> Iterator[Finding]:
                 "{key}: kill {number} ({moment}, step {step}) {word}: {reason} ({count} of {total} kills).",
                 "{key}：第 {number} 次中断（{moment}，第 {step} 步）{word}：{reason}（共 {total} 次中的 {count} 次）。",
                 key=first.key, number=first.number, moment=first.moment, step=first.step,
-                word=say("is not survived", "未能正确恢复") if outcome == "fail" else say("could not be judged", "无法判定"),
+                word=say("was not survived", "未能正确恢复") if outcome == "fail" else say("could not be judged", "无法判定"),
                 reason=first.reason, count=len(bad), total=len(kills),
             ), first.anchor, first.divergence)  # fmt: skip
 
 
 def _test_findings(tests: Mapping[str, UnitTests]) -> Iterator[Finding]:
-    """Tests that are no cases: that they are there is asked by 9.5 alone, but none of them may fail."""
+    """Tests that are no cases: only the acceptance criteria require them, but none of them may fail."""
     for name, found in tests.items():
         if not found.good:
             yield _finding("tests", name, say(
@@ -284,7 +316,7 @@ def _storage_findings(storage: Storage) -> Iterator[Finding]:
         shown = ", ".join(f"{name} {count}" for name, count in violations.items() if count)
         if shown:
             yield _finding("storage", what, say(
-                "{what}: of {of} some break a promise ({shown}).", "{what}：{of} 中有违反承诺者（{shown}）。",
+                "{what}: of {of} some violate a guarantee ({shown}).", "{what}：{of} 中有违反承诺者（{shown}）。",
                 what=what, of=of, shown=shown,
             ), "storage")  # fmt: skip
     for damage in storage.corruption:
@@ -303,24 +335,24 @@ def _storage_findings(storage: Storage) -> Iterator[Finding]:
     for part in storage.parts:
         if part.status in ("missing", "error"):
             yield _finding("error", part.name, say(
-                "{what}: the proof broke off: {reason}.", "{what}：证明未能完成：{reason}。",
+                "{what}: the proof was not completed: {reason}.", "{what}：证明未能完成：{reason}。",
                 what=part.name, reason=redact(part.reason) or part.status,
             ), "storage")  # fmt: skip
 
 
 def _cost_findings(costs: Mapping[str, Benchmarks]) -> Iterator[Finding]:
-    """Benchmarks that broke off: what they would have done is not known. A goal that was missed is no finding."""
+    """Benchmarks that were not completed: their result is not known. A goal that was missed is no finding."""
     for report in costs.values():
         for one in report.of(FailureRecord):
             what = f"{one.benchmark}, {one.point}"
             yield _finding("error", what, say(
-                "{what}: the benchmark broke off: {reason}.", "{what}：基准测试未能完成：{reason}。",
+                "{what}: the benchmark was not completed: {reason}.", "{what}：基准测试未能完成：{reason}。",
                 what=what, reason=_short(redact(one.reason).strip()),
             ), "costs")  # fmt: skip
 
 
 def _part_findings(run: Run, profile: Profile, cases: Sequence[CaseEntry]) -> Iterator[Finding]:
-    """Sabotages, calibrations, and what a part's own footer says and nothing above did."""
+    """Sabotages, calibrations, and what only a part's own footer says."""
     sabotages = [(part, one) for part in run.parts for one in part.results.of(SabotageRecord)]
     for part, one in sabotages:
         if not one.caught:
@@ -344,7 +376,7 @@ def _part_findings(run: Run, profile: Profile, cases: Sequence[CaseEntry]) -> It
         explained = any(case.part == part.name and case.outcome not in ("pass", "note") for case in cases)
         explained |= any(not one.caught for one in part.results.of(SabotageRecord))
         results = part.results.of(ResultRecord)
-        # That of a run of nothing but sabotaged cases always says no, and the finding of that name tells.
+        # The footer of a run of sabotaged cases alone always says no, and there is a finding for that.
         explained |= bool(results) and all(one.sabotage is not None for one in results)
         if not part.results.footer.accepted and not explained:
             yield _finding("footer" if results else "empty", part.name, say(

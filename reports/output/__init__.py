@@ -1,1 +1,1 @@
-"""What is written: the HTML page with its curves and timelines, and the files that machines read."""
+"""The outputs: the HTML page with its curves and timelines, and the files that machines read."""

@@ -1,4 +1,4 @@
-"""One case opened up: timeline, curves, where it parts. Made for the few cases that the page leads to."""
+"""One case in detail: timeline, curves, first divergence. Made for the few cases that the first screen leads to."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from conformance.records.results import LegRecord, ResultRecord
 from reports.contents.document import CaseEntry
 from reports.judging.cases import reference_of
 from reports.judging.differences import GridRow, grid
-from reports.output.charts import Band, Chart, Mark, draw, swatch
+from reports.output.charts import Band, Chart, Mark, draw, fitted, swatch
 from reports.output.charts import Series as ChartSeries
 from reports.output.series import Curve, Floats, Series, differences, drawn_legs, looks_of, thin
-from reports.output.timeline import draw_timeline, lanes
+from reports.output.timeline import Lane, draw_timeline, lanes
 from reports.reading.frames import METRICS
 from reports.reading.read import Part
 
@@ -45,7 +45,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseDetail:
-    """A case opened up. ``rank`` is the one that is drawn; ``grid`` is against the reference, ``ranks`` its columns."""
+    """A case in detail. ``rank`` is the one that is drawn; ``grid`` compares with the reference, ``ranks`` are its columns."""
 
     case: CaseEntry
     rank: int
@@ -59,12 +59,11 @@ class CaseDetail:
 
 
 def make_detail(part: Part, case: CaseEntry, series: Series, *, number: int) -> CaseDetail:
-    """Open one case up. ``number`` tells the cases of one page apart."""
+    """Collect what the page shows of one case. ``number`` is that of the case on its page, for ids."""
     (result,) = (one for one in part.results.of(ResultRecord) if one.key == case.key)
     legs = part.of(LegRecord, case.key)
     own = [leg for leg in legs if not leg.leg.startswith("reference")]
     rows = lanes(part, own)
-    words = {"seconds": "seconds", "rank": "rank"}
     rank = case.divergence.rank if case.divergence else 0
     reference = reference_of(result, legs)
     judged = _judged(result, own)
@@ -74,7 +73,7 @@ def make_detail(part: Part, case: CaseEntry, series: Series, *, number: int) -> 
     return CaseDetail(
         case=case,
         rank=rank,
-        timeline=Markup(draw_timeline(rows, title=f"Timeline of {case.key}", name=f"time-{number}", words=words)),
+        timeline=Markup(_timeline(rows, case, number)),
         is_joined=any(not leg.started_at for leg in own),
         styles=styles_of(case, series, rank),
         figures=_figures(case, series, rank, number),
@@ -84,8 +83,14 @@ def make_detail(part: Part, case: CaseEntry, series: Series, *, number: int) -> 
     )
 
 
+def _timeline(rows: Sequence[Lane], case: CaseEntry, number: int) -> str:
+    title, words = f"Timeline of {case.key}", {"seconds": "seconds", "rank": "rank"}
+    broad = draw_timeline(rows, title=title, name=f"time-{number}", words=words)
+    return fitted(broad, draw_timeline(rows, title=title, name=f"narrow-time-{number}", words=words, is_narrow=True))
+
+
 def _judged(result: ResultRecord, legs: Sequence[LegRecord]) -> LegRecord | None:
-    """The leg that is held against the reference: of a check that failed, else the last that went on from a checkpoint."""
+    """The leg that is compared with the reference: that of a check that failed, or the last one that resumed."""
     checks = sorted(result.checks, key=lambda check: check.status != "failed")
     names = [str(check.parameters["leg"]) for check in checks if {"leg", "against"} <= set(check.parameters)]
     for name in names:
@@ -116,17 +121,17 @@ def _figures(case: CaseEntry, series: Series, rank: int, number: int) -> tuple[F
         if all(np.isnan(curve.values[metric]).all() for _, curve, _ in curves):
             continue
         values = [_chart_series(look, curve, curve.values[metric], look.leg) for look, curve, _ in curves]
-        apart = []
+        deltas = []
         for look, curve, key in curves:
             if key in series.reference:
                 found = differences(series.curves[series.reference[key]], curve)[metric]
-                apart.append(_chart_series(look, curve, found, f"{look.leg} − reference"))
+                deltas.append(_chart_series(look, curve, found, f"{look.leg} − reference"))
         figures.append(
             Figure(
                 metric=metric,
-                values=Markup(_draw(case, metric, values, f"curve-{number}-{metric}", has_lower=bool(apart))),
-                differences=Markup(_draw(case, metric, apart, f"apart-{number}-{metric}", apart=True))
-                if apart
+                values=Markup(_draw(case, metric, values, f"curve-{number}-{metric}", has_lower=bool(deltas))),
+                differences=Markup(_draw(case, metric, deltas, f"difference-{number}-{metric}", is_difference=True))
+                if deltas
                 else Markup(""),
             )
         )
@@ -134,7 +139,7 @@ def _figures(case: CaseEntry, series: Series, rank: int, number: int) -> tuple[F
 
 
 def _chart_series(look: Style, curve: Curve, values: Floats, label: str) -> ChartSeries:
-    """One curve for paper: of a thinned one only this metric's own extremes, which is as much as its width can show."""
+    """One curve for paper: of a thinned one only this metric's own extremes, as many as its width can show."""
     rows = thin([values], _PRINTED_POINTS) if curve.thinned else np.arange(len(values))
     return ChartSeries(
         label=label,
@@ -147,19 +152,29 @@ def _chart_series(look: Style, curve: Curve, values: Floats, label: str) -> Char
 
 
 def _draw(
-    case: CaseEntry, metric: str, series: list[ChartSeries], name: str, *, apart: bool = False, has_lower: bool = False
+    case: CaseEntry,
+    metric: str,
+    series: list[ChartSeries],
+    name: str,
+    *,
+    is_difference: bool = False,
+    has_lower: bool = False,
 ) -> str:
     marks, bands = marks_of(case)
-    title = f"{_TITLES[metric]} of each leg minus the reference's, by step" if apart else f"{_TITLES[metric]} by step"
+    title = (
+        f"{_TITLES[metric]} of each leg minus the reference's, by step"
+        if is_difference
+        else f"{_TITLES[metric]} by step"
+    )
     return draw(
         Chart(
             title=title,
-            unit="difference" if apart else _TITLES[metric].lower(),
+            unit="difference" if is_difference else _TITLES[metric].lower(),
             series=series,
-            marks=() if apart else marks,
+            marks=() if is_difference else marks,
             bands=bands,
-            height=150 if apart else 250,
-            differences=apart,
+            height=150 if is_difference else 250,
+            differences=is_difference,
             is_upper=has_lower,
         ),
         name=name,
@@ -167,7 +182,7 @@ def _draw(
 
 
 def marks_of(case: CaseEntry) -> tuple[list[Mark], list[Band]]:
-    """Kills and the first difference, and the steps that were lost and done again."""
+    """Kills and the first divergence, and the steps that were lost and trained again."""
     marks, bands = [], []
     kills = [one for one in case.resumes if one.killed_after is not None]
     for number, one in enumerate(kills, start=1):
@@ -177,5 +192,5 @@ def marks_of(case: CaseEntry) -> tuple[list[Mark], list[Band]]:
         if one.lost_steps:
             bands.append(Band(first=(one.resumed_at or 0) + 1, last=one.killed_after))
     if case.divergence is not None and math.isfinite(case.divergence.step):
-        marks.append(Mark(at=case.divergence.step, text="first difference", style="parting"))
+        marks.append(Mark(at=case.divergence.step, text="first divergence", style="first-difference"))
     return sorted(marks, key=lambda mark: mark.at), bands

@@ -1,7 +1,7 @@
 """Line charts as inline SVG, made without a library: small, printable, the same bytes for the same data.
 
-Colours come from the page's style sheet through classes, so that a chart follows the light and dark modes. Curves are told
-apart by dash and marker as well as by colour. Nothing is smoothed: a glitch of a single step is what one looks for here.
+Colours come from the page's style sheet through classes, so that a chart follows the light and dark modes. Curves differ in
+dash and marker as well as in colour. Nothing is smoothed: a glitch of a single step is what the charts are for.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH = 960
-_LEFT, _RIGHT, _BOTTOM = 92, 18, 42
+WIDTH, NARROW = 960, 370
+_LEFT, _NARROW_LEFT, _RIGHT, _BOTTOM = 92, 62, 18, 42
 _TAG_ROW = 17
 _TAG_LETTER = 7.5
 _MOST_MARKERS = 90
@@ -71,35 +71,42 @@ class Chart:
 class _Frame:
     """The plot area in pixels and the two scales."""
 
+    left: float
+    right: float
     top: float
     bottom: float
     x: Callable[[float], float]
     y: Callable[[float], float]
 
 
-def draw(chart: Chart, *, name: str) -> str:
+def draw(chart: Chart, *, name: str, is_narrow: bool = False) -> str:
     """The chart as an ``<svg>`` element.
 
     Args:
         chart: what to draw; values that are not finite leave a gap.
         name: unique within the page; prefix of the ids of title and description.
+        is_narrow: for a screen of the width of a telephone's, with letters of the same size.
     """
     steps = [step for series in chart.series for step in series.steps]
     if not steps:
         return ""
     first, last = min(steps), max(max(steps), min(steps) + 1)
-    rows = _tag_rows(chart.marks, first, last)
+    width, left = (NARROW, _NARROW_LEFT) if is_narrow else (WIDTH, _LEFT)
+    x = _linear(first, last, left + 12, width - _RIGHT - 12)
+    rows = _tag_rows(chart.marks, x)
     top = 12.0 + _TAG_ROW * (max(rows, default=-1) + 1)
     bottom = float(chart.height - (_BOTTOM - 16 if chart.is_upper else _BOTTOM))
     ticks, to_unit = _difference_scale(chart) if chart.differences else _value_scale(chart)
     frame = _Frame(
+        left=left,
+        right=width - _RIGHT,
         top=top,
         bottom=bottom,
-        x=_linear(first, last, _LEFT + 12, WIDTH - _RIGHT - 12),
+        x=x,
         y=lambda value: bottom - 8 - (bottom - top - 16) * to_unit(value),
     )
     parts = [
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {chart.height}" role="img" aria-labelledby="{name}-title">',
+        f'<svg class="chart" viewBox="0 0 {width} {chart.height}" role="img" aria-labelledby="{name}-title">',
         f'<title id="{name}-title">{escape(chart.title)}</title>',
         *_bands(chart.bands, frame),
         *_axes(chart, frame, ticks, first, last),
@@ -108,6 +115,11 @@ def draw(chart: Chart, *, name: str) -> str:
         "</svg>",
     ]
     return "\n".join(parts)
+
+
+def fitted(broad: str, narrow: str) -> str:
+    """Two drawings of the same thing, of which the style sheet shows the one that the screen has room for."""
+    return f'<div class="broad">{broad}</div><div class="narrow">{narrow}</div>' if broad else ""
 
 
 def swatch(style: str, marker: str) -> str:
@@ -174,9 +186,8 @@ def _difference_scale(chart: Chart) -> tuple[list[tuple[float, str]], Callable[[
     return ticks, to_unit
 
 
-def _tag_rows(marks: Sequence[Mark], first: int, last: int) -> list[int]:
+def _tag_rows(marks: Sequence[Mark], x: Callable[[float], float]) -> list[int]:
     """A row for each mark's text, so that neighbours do not write over each other."""
-    x = _linear(first, last, _LEFT + 12, WIDTH - _RIGHT - 12)
     ends: list[float] = []
     rows: list[int] = []
     for mark in marks:
@@ -197,14 +208,14 @@ def _bands(bands: Sequence[Band], frame: _Frame) -> list[str]:
 
 
 def _axes(chart: Chart, frame: _Frame, ticks: Sequence[tuple[float, str]], first: int, last: int) -> list[str]:
-    right = WIDTH - _RIGHT
-    parts = [f'<path class="axis" d="M{_LEFT} {frame.bottom:.1f}H{right}"/>']
+    left, right = frame.left, frame.right
+    parts = [f'<path class="axis" d="M{left} {frame.bottom:.1f}H{right}"/>']
     for value, text in ticks:
         y = frame.y(value)
         style = "zero" if chart.differences and value == 0 else "grid"
-        parts.append(f'<path class="{style}" d="M{_LEFT} {y:.1f}H{right}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>')
-    for step in ticks_between(first, last, 12):
+        parts.append(f'<path class="{style}" d="M{left} {y:.1f}H{right}"/>')
+        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>')
+    for step in ticks_between(first, last, round((right - left) / 70)):
         if step == int(step) and first <= step <= last:
             x = frame.x(step)
             parts.append(f'<path class="axis" d="M{x:.1f} {frame.bottom:.1f}v5"/>')
@@ -214,7 +225,7 @@ def _axes(chart: Chart, frame: _Frame, ticks: Sequence[tuple[float, str]], first
     middle = (frame.top + frame.bottom) / 2
     parts.append(f'<text class="label" transform="translate(16 {middle:.1f}) rotate(-90)">{escape(chart.unit)}</text>')
     if not chart.is_upper:
-        parts.append(f'<text class="label" x="{(_LEFT + right) / 2}" y="{frame.bottom + 36:.1f}">global step</text>')
+        parts.append(f'<text class="label" x="{(left + right) / 2}" y="{frame.bottom + 36:.1f}">global step</text>')
     return parts
 
 

@@ -1,7 +1,7 @@
-"""The same document in fewer bytes: what HTML lets one leave out is left out, and nothing that a reader sees.
+"""The same document in fewer bytes, without the characters that HTML allows to omit.
 
-Left out are end tags that the next tag implies, quotes around values that need none, and blank lines between tags; quotes in
-text need no escapes. Scripts, style sheets and SVG's self-closing tags stay as they are.
+Omitted are end tags that the next tag implies, quotes around values that need none, and blank lines between tags; quotes in
+text are not escaped. Scripts, style sheets and the self-closing tags of SVG stay as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 
 _KEPT = re.compile(r"(<script\b.*?</script>|<style>.*?</style>)", re.S)
 _TAG = re.compile(r"(</?[a-zA-Z!][^<>]*>)")
-# Each is followed by one of its kind or by its parent's end, so its own end is implied. Of a paragraph that is not so.
+# Each is followed by one of its kind or by the end of its parent, which implies its end. A paragraph is not always.
 _IMPLIED = re.compile(r"</(?:td|th|tr|li|dt|dd|thead|tbody)>")
 # A value before "/>" keeps its quotes: the slash would become part of it.
 _QUOTED = re.compile(r'="([A-Za-z0-9_.#:-]+)"(?=[\s>])')
@@ -18,7 +18,7 @@ _BLANK = re.compile(r"\s*\n\s*")
 
 
 def compact(page: str) -> str:
-    """``page`` with everything left out that a browser puts back; for pages of this package's templates."""
+    """``page`` without everything that a browser restores; for pages of this package's templates."""
     return "".join(
         part if number % 2 else "".join(_piece(piece) for piece in _TAG.split(part))
         for number, part in enumerate(_KEPT.split(page))

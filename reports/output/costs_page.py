@@ -1,4 +1,4 @@
-"""The costs as the page shows them: each figure with its goal in plain words, and its ratio over sizes drawn."""
+"""The costs as the page shows them: each figure with its goal in words, and a curve over the sizes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from markupsafe import Markup
 from benchmarks.reporting import curves, table
 from benchmarks.reporting.records import AbsenceRecord, FigureRecord
 from reports.contents.text import Text, same, say
+from reports.output.charts import fitted
 from reports.reading.costs import Cost, CostRun
 
 _FILE = Path(__file__).with_name("costs.yaml")
 _COLOURS = 5
+# The width of a telephone's screen, of which the labels of the curves take a part.
+_NARROW = {"width": 370, "right": 176}
 # Status of a record -> state of the page's pills.
 STATES = {"met": "pass", "not met": "fail", "not measured": "missing"}
 _RELATIONS = {"at least": say("at least", "至少"), "at most": say("at most", "至多")}
@@ -25,7 +28,7 @@ _RELATIONS = {"at least": say("at least", "至少"), "at most": say("at most", "
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """The records' own words in Chinese, by the English ones; in ``figures`` a ``{}`` stands for any text."""
+    """The records' own words in Chinese, by the English ones; ``{}`` in ``figures`` matches any text."""
 
     titles: Mapping[str, str]
     figures: Mapping[str, str]
@@ -36,7 +39,7 @@ class Words:
         return Text(en=cost.title, zh=self.titles.get(cost.name, cost.title))
 
     def axis(self, axis: str) -> Text:
-        """What the points of a chart lie on."""
+        """The name of the axis of a chart."""
         return Text(en=axis, zh=self.axes.get(axis, axis))
 
     def figure(self, text: str) -> Text:
@@ -50,7 +53,7 @@ class Words:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A ratio at one point. ``state`` is a state of the page's pills, empty where nothing is asked; so is ``told`` then."""
+    """A ratio at one point. ``state`` is a state of the page's pills, empty without a goal; ``goal`` is the goal in words."""
 
     point: str
     measured: str
@@ -58,7 +61,7 @@ class Line:
     range: str
     rounds: int
     state: str
-    told: Text
+    goal: Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +135,7 @@ def _line(figure: FigureRecord) -> Line:
         range=_span(figure.least, figure.most) if figure.samples > 1 else "",
         rounds=figure.samples,
         state=STATES.get(figure.status, ""),
-        told=_told(figure),
+        goal=_goal(figure),
     )
 
 
@@ -140,8 +143,8 @@ def _span(least: float | None, most: float | None) -> str:
     return f"{table.ratio_text(least)}–{table.ratio_text(most)}"
 
 
-def _told(figure: FigureRecord) -> Text:
-    """The goal and what came of it, in words; why there is no number where there is none."""
+def _goal(figure: FigureRecord) -> Text:
+    """The goal and whether it was met, in words; or why there is no number."""
     if figure.status == "no goal":
         return same(figure.reason)
     asked = say(
@@ -149,17 +152,17 @@ def _told(figure: FigureRecord) -> Text:
         relation=_RELATIONS[str(figure.relation)], bound=table.ratio_text(figure.bound),
     )  # fmt: skip
     if figure.median is None:
-        return say("{asked} is wanted; {reason}", "目标{asked}；{reason}", asked=asked, reason=figure.reason)
+        return say("the goal is {asked}; {reason}", "目标{asked}；{reason}", asked=asked, reason=figure.reason)
     values = {"asked": asked, "measured": table.ratio_text(figure.median)}
     if figure.status == "not met":
-        return say("{asked} is wanted, {measured} was measured", "目标{asked}，实测 {measured}", **values)
+        return say("the goal is {asked}, {measured} was measured", "目标{asked}，实测 {measured}", **values)
     if _misses(figure):
         return say(
-            "{asked} is wanted; the median meets it, some rounds do not",
+            "the goal is {asked}; the median meets it, some rounds do not",
             "目标{asked}；中位数达到，部分轮次未达到",
             **values,
         )
-    return say("{asked} is wanted, {measured} was measured", "目标{asked}，实测 {measured}", **values)
+    return say("the goal is {asked}, {measured} was measured", "目标{asked}，实测 {measured}", **values)
 
 
 def _misses(figure: FigureRecord) -> bool:
@@ -209,7 +212,11 @@ def _chart(cost: Cost, drawn: Sequence[str], looks: Mapping[str, tuple[str, int]
     if not found:
         return Markup("")
     title = f"Ratios by {cost.axis}, median and range"
-    return Markup(curves.draw_curves(found, x_label=cost.axis, y_label="ratio, median and range", title=title))
+    broad, narrow = (
+        curves.draw_curves(found, x_label=cost.axis, y_label="ratio, median and range", title=title, **size)
+        for size in ({}, _NARROW)
+    )
+    return Markup(fitted(broad, narrow))
 
 
 def _dot(cost: Cost, figure: FigureRecord, y: float | None, least: float | None, most: float | None) -> curves.Dot:

@@ -1,10 +1,11 @@
-"""The files that machines read, from the same report and frames as the page: JSON, JUnit, CSV, Markdown and checksums."""
+"""The files that machines read, of the same report and frames as the page: JSON, JUnit, CSV, Markdown and checksums."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import io
+import json
 import re
 import shutil
 import tempfile
@@ -16,22 +17,24 @@ import pandas as pd
 
 from conformance.records.comparison import Divergence
 from reports.contents.document import CaseEntry, Report, as_json
+from reports.judging.acceptance import load_acceptance
 from reports.judging.assemble import Assembled
 from reports.judging.history import Trend
 from reports.output.page import render
 from reports.reading.frames import METRICS
 
-PAGE = "index.html"
+PAGE, RESULTS = "index.html", "results.json"
 CHECKSUMS = "SHA256SUMS"
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _MOST_FINDINGS = 20
+_STATES = {"met": "met", "not_met": "not met", "not_run": "not complete"}
 
 
 def make_files(assembled: Assembled, trend: Trend | None = None) -> dict[str, str]:
     """Every file of the report by name, checksums last."""
     files = {
         PAGE: render(assembled, trend),
-        "results.json": as_json(assembled.report),
+        RESULTS: as_json(assembled.report),
         "junit.xml": make_junit(assembled.report),
         "metrics.csv": make_metrics(assembled.frames.steps),
         "samples.csv": make_samples(assembled.frames.steps),
@@ -41,8 +44,17 @@ def make_files(assembled: Assembled, trend: Trend | None = None) -> dict[str, st
     return {**files, CHECKSUMS: "".join(sums)}
 
 
+def built_profile(folder: Path) -> str | None:
+    """The profile of the report in ``folder``; None where there is no report, or none that can be read."""
+    try:
+        found = json.loads((folder / RESULTS).read_text(encoding="utf-8"))["profile"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) and found in load_acceptance().profiles else None
+
+
 def write_files(files: Mapping[str, str], folder: Path) -> None:
-    """Write all files, or none: they are made beside the folder and moved into it when all are there."""
+    """Write all files, or none: they are made in a temporary folder and moved when all are there."""
     folder.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".report-", dir=folder))
     try:
@@ -58,7 +70,7 @@ def write_files(files: Mapping[str, str], folder: Path) -> None:
 
 
 def make_metrics(steps: pd.DataFrame) -> str:
-    """One row a leg, rank, step and metric; ``value`` reads back to the same float, ``hex`` is its bits in words."""
+    """One row per leg, rank, step and metric; ``value`` reads back to the same float, ``hex`` is it in hexadecimal."""
     heads = _heads(steps)
     lines = ["part,leg,rank,step,name,value,hex\n"]
     numbers = steps["step"].tolist()
@@ -71,7 +83,7 @@ def make_metrics(steps: pd.DataFrame) -> str:
 
 
 def make_samples(steps: pd.DataFrame) -> str:
-    """One row a leg, rank and step; ``sample_ids`` are dataset indices in the order of training, apart by spaces."""
+    """One row per leg, rank and step; ``sample_ids`` are dataset indices in the order of training, separated by spaces."""
     lines = ["part,leg,rank,step,epoch,batch_index,sample_ids\n"]
     columns = [steps[name].tolist() for name in ("step", "epoch", "batch_index", "sample_ids")]
     for head, step, epoch, batch, samples in zip(_heads(steps), *columns, strict=True):
@@ -98,10 +110,10 @@ def _field(text: str) -> str:
 
 
 def make_junit(report: Report) -> str:
-    """One suite a part, and one each for sabotages, kills, what is missing, and the verdict itself.
+    """One suite per part, and one each for sabotages, kills, missing ids, and the verdict itself.
 
-    What is skipped or missing is skipped here too; the verdict's own test case is red unless the run is accepted, so that no
-    viewer shows green for a run that left something out.
+    What is skipped or missing is skipped here too. The verdict's own test case is red unless the run is accepted, so that no
+    viewer shows green for an incomplete run.
     """
     root = ElementTree.Element("testsuites", name=report.title)
     for part in report.parts:
@@ -120,7 +132,7 @@ def make_junit(report: Report) -> str:
 
 
 def _junit_case(suite: ElementTree.Element, case: CaseEntry) -> None:
-    name = {"classname": f"{case.part}.{case.case[0]}", "name": f"{case.key}: {case.title}"}
+    name = {"classname": f"{case.part}.{case.case[0]}", "name": f"{case.key}: {case.title.en}"}
     test = ElementTree.SubElement(suite, "testcase", _clean(name), time=f"{case.seconds:.3f}")
     properties = {"spec": case.spec, "layout": case.layout, "reproduce": case.reproduce}
     if case.divergence is not None:
@@ -166,8 +178,8 @@ def _junit_others(root: ElementTree.Element, report: Report) -> None:
 
 
 def _junit_verdict(root: ElementTree.Element, report: Report) -> None:
-    """What a profile requires and nobody ran, and one test case for the verdict itself."""
-    name, told = (
+    """What a profile requires and was not run, and one test case for the verdict itself."""
+    name, title = (
         ("required", "the run is accepted") if report.is_acceptance else ("selection", "all that was run passes")
     )
     suite = ElementTree.SubElement(root, "testsuite", name=name)
@@ -178,7 +190,7 @@ def _junit_verdict(root: ElementTree.Element, report: Report) -> None:
                 test = ElementTree.SubElement(suite, "testcase", place, time="0")
                 ElementTree.SubElement(test, "skipped", message=cell.reason or "not-run")
     verdict = report.verdict
-    test = ElementTree.SubElement(suite, "testcase", classname=name, name=told, time="0")
+    test = ElementTree.SubElement(suite, "testcase", classname=name, name=title, time="0")
     if verdict.state not in ("accepted", "passed"):
         kind = "failure" if verdict.state == "refused" else "error"
         ElementTree.SubElement(test, kind, message=_xml(f"{verdict.state}: {verdict.sentence.en}"))
@@ -232,7 +244,7 @@ def _summary_lines(report: Report) -> Iterator[str]:
     goals = [goal for run in report.costs if not run.is_smoke for goal in run.goals]
     if goals:
         met = sum(goal.status == "met" for goal in goals)
-        yield f"Cost goals met: {met} of {len(goals)}; these are no part of the verdict."
+        yield f"Cost goals met: {met} of {len(goals)}; they are not part of the verdict."
     if verdict.findings:
         yield ""
         yield "| weight | what | finding |"
@@ -250,10 +262,10 @@ def _summary_lines(report: Report) -> Iterator[str]:
     if not report.done:
         return
     yield ""
-    yield "| 9.5 | state | evidence |"
+    yield "| criterion | state | evidence |"
     yield "|---|---|---|"
     for line in report.done:
-        yield f"| {line.id} {_plain(line.text.en)} | {line.state.replace('_', ' ')} | {_plain(line.evidence.en)} |"
+        yield f"| {line.id} {_plain(line.text.en)} | {_STATES[line.state]} | {_plain(line.evidence.en)} |"
 
 
 def _plain(text: str) -> str:

@@ -1,8 +1,9 @@
-"""The page: one HTML file from the report and its frames, with everything that it needs inside."""
+"""The page: one HTML file of the report and its frames, which needs no other file."""
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import itertools
 import json
@@ -17,7 +18,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from conformance.records.results import BUCKETS
-from reports.contents.document import BucketCell, CaseEntry, Report, Row
+from reports.contents.document import BucketCell, CaseEntry, DoneEntry, Report, Row
 from reports.contents.text import Text, load_words
 from reports.judging.acceptance import Acceptance, load_acceptance
 from reports.judging.assemble import Assembled
@@ -67,7 +68,7 @@ def render_whole(assembled: Assembled, trend: Trend | None = None) -> str:
     packed = pack(series, report.cases)
     return render_template(
         "acceptance.html.j2",
-        scripts=("switches.js", "acceptance.js"),
+        scripts=("switches.js", "acceptance.js", "navigation.js"),
         styles=("costs.css",),
         words=words,
         report=report,
@@ -86,6 +87,7 @@ def render_whole(assembled: Assembled, trend: Trend | None = None) -> str:
         configured=_configured(report),
         runs_of=_runs_of,
         details=details,
+        criteria=_criteria(acceptance, report),
         case_groups=_case_groups(report.cases),
         by_anchor=by_anchor,
         costs=[(run, show(run)) for run in report.costs],
@@ -93,7 +95,6 @@ def render_whole(assembled: Assembled, trend: Trend | None = None) -> str:
         goal_counts=_goal_counts,
         controls=len(controls(assembled.run)),
         verdict_icon=_VERDICT_ICONS[report.verdict.state],
-        drawn=frozenset(packed["cases"]),
         commits=_commits(report),
         planted=sorted({case.sabotage for case in report.cases if case.sabotage}),
         trend=trend,
@@ -110,14 +111,48 @@ def render_template(
     styles: Sequence[str] = (),
     **context: Any,
 ) -> str:
-    """A template with style sheet, scripts and words, and the digests by which the page's own policy lets just these in.
+    """A template with style sheet, scripts and words, and the digests by which the page's own policy allows only these.
 
-    ``data`` is what the scripts draw; the words that the page has used come beside it, in both languages.
+    ``data`` is what the scripts draw; the words that the page uses are added to it in both languages.
     """
     style, code = (
         "".join((_TEMPLATES / name).read_text(encoding="utf-8") for name in names)
         for names in (("acceptance.css", "charts.css", *styles), scripts)
     )
+    named = _named(words)
+    # The scripts name words in quotes, and other things too.
+    used = set(re.findall(r'"(\w+)"', code)) & set(words)
+
+    def mark(name: str) -> Markup:
+        used.add(name)
+        return named[name]
+
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            w=lambda name: word_markup(words[name], mark(name)),
+            word=lambda name, style: word_markup(words[name], mark(name), style),
+            mark=mark,
+            # The script knows that every column header is one of the words.
+            head_mark=lambda name: "" if mark(name) == _UNNAMED else Markup(" ") + named[name],
+            english=lambda name: words[name].en,
+            icon=lambda state: _ICONS[state],
+            state_word=lambda state: word_markup(words[f"state_{state}"], mark(f"state_{state}")),
+            data=lambda: as_script(
+                {**data, "words": {name: [words[name].en, words[name].zh] for name in sorted(used)}}
+            ),
+            style=Markup(style),
+            script=Markup(code),
+            style_hash=_hash(style),
+            script_hash=_hash(code),
+            **context,
+        )
+    )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -126,50 +161,25 @@ def render_template(
         lstrip_blocks=True,
     )
     environment.filters["say"] = say_markup
-    named = _named(words)
-    # The scripts name words in quotes, and others beside them.
-    used = set(re.findall(r'"(\w+)"', code)) & set(words)
-
-    def mark(name: str) -> Markup:
-        used.add(name)
-        return named[name]
-
-    environment.globals.update(
-        w=lambda name: word_markup(words[name], mark(name)),
-        word=lambda name, style: word_markup(words[name], mark(name), style),
-        mark=mark,
-        # Of a column's header the script knows that it is one of the words.
-        head_mark=lambda name: "" if mark(name) == _UNNAMED else Markup(" ") + named[name],
-        english=lambda name: words[name].en,
-        icon=lambda state: _ICONS[state],
-        state_word=lambda state: word_markup(words[f"state_{state}"], mark(f"state_{state}")),
-    )
-    return environment.get_template(template).render(
-        data=lambda: as_script({**data, "words": {name: [words[name].en, words[name].zh] for name in sorted(used)}}),
-        style=Markup(style),
-        script=Markup(code),
-        style_hash=_hash(style),
-        script_hash=_hash(code),
-        **context,
-    )
+    return environment
 
 
 def say_markup(text: Text) -> Markup:
-    """Both languages, of which the style sheet shows one; a text that is the same in both stands alone."""
+    """Both languages, of which the style sheet shows one; a text that is the same in both is written once."""
     if text.en == text.zh:
         return escape(text.en)
     return Markup('<span lang="en">{}</span><span lang="zh">{}</span>').format(text.en, text.zh)
 
 
 def word_markup(text: Text, mark: Markup, style: str = "") -> Markup:
-    """One of the template's own words, in English; the script has the other language, so it stands once on the page."""
+    """One of the template's own words, in English; the script has the other language, so that the page holds it once."""
     if not style:
         return Markup("<span {}>{}</span>").format(mark, text.en)
     return Markup('<span class="{}" {}>{}</span>').format(style, mark, text.en)
 
 
 def _named(words: Mapping[str, Text]) -> dict[str, Markup]:
-    """The attribute that makes an element one of the words: with its name only where English alone does not tell which."""
+    """The attribute that marks an element as one of the words: with its name only where the English text is ambiguous."""
     chinese: dict[str, set[str]] = {}
     for text in words.values():
         chinese.setdefault(text.en, set()).add(text.zh)
@@ -194,7 +204,7 @@ def _commits(report: Report) -> list[tuple[str, bool]]:
 
 
 def as_script(data: Any) -> Markup:
-    """JSON that can't end the element which it stands in."""
+    """JSON that can't end the element that contains it."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     # Half of a surrogate pair has no UTF-8, but JSON has a word for it.
     text = text.encode("utf-8", "backslashreplace").decode()
@@ -216,8 +226,17 @@ def _beyond(acceptance: Acceptance, rows: Sequence[Row]) -> list[tuple[str, Text
     return [group for group in found if group[2]]
 
 
+def _criteria(acceptance: Acceptance, report: Report) -> list[tuple[str, Text, list[DoneEntry]]]:
+    """The acceptance criteria by chapter of the specification."""
+    chapter_of = {rule.id: rule.chapter for rule in acceptance.done}
+    return [
+        (chapter, title, [one for one in report.done if chapter_of[one.id] == chapter])
+        for chapter, title in acceptance.chapters.items()
+    ]
+
+
 def _absent(assembled: Assembled, trend: Trend | None) -> frozenset[str]:
-    """The sections that a selection has nothing for. The page of an acceptance has all: that nothing is there is told."""
+    """The sections that a selection has nothing for. The page of an acceptance has all, also empty ones, which say so."""
     report, storage = assembled.report, assembled.report.storage
     if report.is_acceptance:
         return frozenset()
@@ -236,7 +255,7 @@ def _absent(assembled: Assembled, trend: Trend | None) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A leg's configuration as the page shows it: only what is new against leg ``base``, or against the case ``like``."""
+    """A leg's configuration as the page shows it: only what differs from leg ``base``, or from the case ``like``."""
 
     leg: str
     base: str | None
@@ -245,7 +264,7 @@ class Shown:
 
 
 def _configured(report: Report) -> dict[str, list[Shown]]:
-    """What each case shows of its configurations: the first one whole (that of a case in detail if any), others what is new."""
+    """What each case shows of its configurations: the first one is whole (of a case in detail), others show differences."""
     cases = sorted(
         (case for case in report.cases if case.configurations), key=lambda case: case.anchor not in report.focus
     )
@@ -264,19 +283,19 @@ def _configured(report: Report) -> dict[str, list[Shown]]:
 
 
 def _runs_of(cells: Sequence[BucketCell], bucket: str, ranks: Sequence[int]) -> list[tuple[BucketCell | None, int]]:
-    """A bucket's cells by rank, and for how many ranks in a row one stands that all say the same; None: no such cell."""
+    """A bucket's cells by rank, each with the number of ranks in a row that have the same; None: there is no cell."""
     by_rank = {cell.rank: cell for cell in cells if cell.bucket == bucket}
 
-    def said(rank: int) -> tuple[Any, ...]:
+    def shown(rank: int) -> tuple[Any, ...]:
         cell = by_rank.get(rank)
         return (cell.state, cell.entries, len(cell.different)) if cell else ()
 
-    groups = [list(own) for _, own in itertools.groupby(ranks, key=said)]
+    groups = [list(own) for _, own in itertools.groupby(ranks, key=shown)]
     return [(by_rank.get(own[0]), len(own)) for own in groups]
 
 
 def _values_at(report: Report) -> str | None:
-    """Where on the page the values, or the kill, stand that the first finding speaks of; None where it speaks of neither."""
+    """The anchor of the values, or of the kill, that the first finding is about; None where it is about neither."""
     first = next(iter(report.verdict.findings), None)
     if first is None:
         return None

@@ -1,9 +1,9 @@
-"""The curves of every case, packed for the page: exact values, thinned only where there are too many, and never of a spike.
+"""The curves of every case, packed for the page: exact values, thinned only where there are too many, without losing a spike.
 
-A value travels as the float it is, in base64: four bytes where a float32 holds it exactly (what a tensor told), else eight.
-A column that is bit for bit the reference's, or that stands within another leg's, is not repeated. Thinning keeps, of each
-stretch of steps, the smallest and the largest value of every column and of its difference from the reference, and every step
-near an event.
+A value is stored as the float that it is, in base64: four bytes where a float32 holds it exactly (the values of most tensors),
+or eight. A column that equals the reference's bit for bit, or that is contained in another leg's, is not repeated. Thinning
+keeps, of each stretch of steps, the smallest and the largest value of every column and of its difference from the reference,
+and every step near an event.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BUDGET = 120_000  # points of all legs together
 _NEAR = 12  # steps around an event that are all kept
 _REFERENCE, _INTERRUPTED = ("reference", "dot"), ("interrupted", "ring")
 _RESUMED = (("resumed-a", "cross"), ("resumed-b", "triangle"), ("resumed-c", "square"), ("resumed-d", "plus"))
-# (class of the style sheet, marker); a packed leg has the place of its own in here.
+# (class of the style sheet, marker); a packed leg holds its index in this list.
 LOOKS = (_REFERENCE, _INTERRUPTED, *_RESUMED)
 _WIDTHS = {"f": 4, "d": 8}
 Floats = npt.NDArray[np.float64]
@@ -51,7 +51,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """All curves, thinned; ``reference`` is by the key of the leg that is held against it."""
+    """All curves, thinned; ``reference`` is by the key of the leg that is compared with it."""
 
     curves: Mapping[Key, Curve]
     reference: Mapping[Key, Key]
@@ -104,7 +104,7 @@ def _split(steps: pd.DataFrame) -> dict[Key, Curve]:
 
 
 def _events(case: CaseEntry, leg: LegEntry) -> Iterable[int]:
-    """Steps of a case that a reader looks at closely."""
+    """Steps of a case that a reader wants to see exactly."""
     yield from (step for step in (leg.first_step, leg.last_step) if step is not None)
     for resume in case.resumes:
         yield from (step for step in (resume.killed_after, resume.resumed_at) if step is not None)
@@ -195,7 +195,7 @@ def pack(series: Series, cases: Sequence[CaseEntry]) -> dict[str, Any]:
         _bytes_of(column)
         for key, curve in series.curves.items()
         for name, column in curve.values.items()
-        if not isinstance(_told(series, key, curve, name), str)
+        if not isinstance(_column(series, key, curve, name), str)
     )
     legs: list[list[Any]] = [[] for _ in names]
     for key, curve in series.curves.items():
@@ -211,7 +211,7 @@ def pack(series: Series, cases: Sequence[CaseEntry]) -> dict[str, Any]:
 
 
 class _Pool:
-    """Columns of which none stands within another one: legs of one training share most of their values."""
+    """Columns of which none is contained in another one: legs of one training share most of their values."""
 
     def __init__(self, columns: Iterable[tuple[str, bytes]]) -> None:
         self._columns: list[tuple[str, bytes]] = []
@@ -232,7 +232,7 @@ class _Pool:
                 self._starts.setdefault((kind, value), []).append((number, row))
 
     def place(self, kind: str, data: bytes) -> int | list[int] | None:
-        """Where the column stands: a number of a column, and the row if it is not the first; None if it doesn't."""
+        """Where the column is: a number of a column, and the row if it is not the first; None where it is not there."""
         width = _WIDTHS[kind]
         for number, row in self._starts.get((kind, data[:width]), ()):
             if self._columns[number][1].startswith(data, row * width):
@@ -248,7 +248,7 @@ def _drawn(case: CaseEntry, names: Mapping[tuple[str, str], int]) -> bool:
     return any((case.part, leg.folder) in names for leg in case.legs)
 
 
-def _told(series: Series, key: Key, curve: Curve, name: str) -> str | Floats:
+def _column(series: Series, key: Key, curve: Curve, name: str) -> str | Floats:
     """A column, or a word for one that needs no values."""
     against = series.reference.get(key)
     if against is not None and is_identical(series.curves[against], curve, name):
@@ -260,7 +260,7 @@ def _told(series: Series, key: Key, curve: Curve, name: str) -> str | Floats:
 def _pack_curve(series: Series, key: Key, curve: Curve, pool: _Pool) -> list[Any]:
     packed: list[Any] = [_pack_steps(curve.steps)]
     for name in METRICS:
-        column = _told(series, key, curve, name)
+        column = _column(series, key, curve, name)
         packed.append(column if isinstance(column, str) else pool.place(*_bytes_of(column)))
     return [*packed, 1] if curve.thinned else packed
 
@@ -292,7 +292,7 @@ def _pack_case(case: CaseEntry, names: Mapping[tuple[str, str], int]) -> dict[st
         packed["kills"] = [one.killed_after for one in kills]
         packed["bands"] = [[(one.resumed_at or 0) + 1, one.killed_after] for one in kills if one.lost_steps]
     if case.divergence is not None:
-        packed["parting"] = [case.divergence.step, case.divergence.rank, case.divergence.column]
+        packed["difference"] = [case.divergence.step, case.divergence.rank, case.divergence.column]
     return packed
 
 

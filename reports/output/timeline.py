@@ -1,27 +1,29 @@
-"""The life of a case's legs as lanes, one a rank: start, restore, saves, the kill. Drawn as SVG; the words are in the table."""
+"""The life of a case's legs as lanes, one per rank: start, restore, saves, the kill. Drawn as SVG; a table says it in words."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 
 from conformance.records.evidence import Event
 from conformance.records.results import LegRecord
-from reports.output.charts import WIDTH, ticks_between
+from reports.output.charts import NARROW, WIDTH, ticks_between
 from reports.reading.read import Part
 
-_LEFT, _RIGHT, _TOP, _LANE, _GAP = 176, 18, 26, 22, 12
+_LEFT, _NARROW_LEFT, _RIGHT, _TOP, _LANE, _GAP = 176, 64, 18, 26, 22, 12
+# On a narrow screen the name of a leg is above its lanes.
+_NAME_ROW = 26
 _MOST_RANKS = 8
-_NAME_WIDTH = 18.0  # of a step number above its save; one that finds no room is left out
+_NAME_WIDTH = 18.0  # of a step number above its save; a number without room is left out
 _SAVING = re.compile(r"Saving checkpoint: global_step=(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save on one rank: from when its log line came (None: none did) until it was done, in seconds of the leg."""
+    """One save on one rank: from its log line (None: there was none) until it was done, in seconds of the leg."""
 
     step: int
     begun: float | None
@@ -44,7 +46,7 @@ class Lane:
 
 
 def lanes(part: Part, legs: Sequence[LegRecord]) -> tuple[Lane, ...]:
-    """The lanes of legs that follow each other; where the records do not tell when each began, one right after the other."""
+    """The lanes of legs that follow each other; without the times at which they began, one right after the other."""
     found = []
     offset = 0.0
     starts = [_moment(leg) for leg in legs]
@@ -92,58 +94,60 @@ def _saves(events: Sequence[Event]) -> tuple[Save, ...]:
     return tuple(found)
 
 
-def draw_timeline(rows: Sequence[Lane], *, title: str, name: str, words: Mapping[str, str]) -> str:
+def draw_timeline(
+    rows: Sequence[Lane], *, title: str, name: str, words: Mapping[str, str], is_narrow: bool = False
+) -> str:
     """The lanes as an ``<svg>`` element; empty where there is none. ``words`` has ``seconds`` and ``rank``."""
     if not rows:
         return ""
     total = max(lane.offset + lane.seconds for lane in rows) or 1.0
-    height, places = _places(rows)
+    width, left, name_row = (NARROW, _NARROW_LEFT, _NAME_ROW) if is_narrow else (WIDTH, _LEFT, 0)
+    height, places = _places(rows, name_row)
 
     def x(seconds: float) -> float:
-        return _LEFT + (WIDTH - _LEFT - _RIGHT) * min(seconds, total) / total
+        return left + (width - left - _RIGHT) * min(seconds, total) / total
 
     parts = [
-        f'<svg class="chart timeline" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="{name}-title">',
+        f'<svg class="chart timeline" viewBox="0 0 {width} {height}" role="img" aria-labelledby="{name}-title">',
         f'<title id="{name}-title">{escape(title)}</title>',
     ]
-    for tick in ticks_between(0, total, 8):
+    for tick in ticks_between(0, total, 4 if is_narrow else 8):
         if 0 <= tick <= total:
             parts.append(f'<path class="grid" d="M{x(tick):.1f} {_TOP - 8}V{height - 26}"/>')
             parts.append(f'<text class="tick" x="{x(tick):.1f}" y="{height - 10}" text-anchor="middle">{tick:g}</text>')
-    parts.append(f'<text class="tick" x="{_LEFT - 12}" y="{height - 10}" text-anchor="end">{words["seconds"]}</text>')
+    parts.append(f'<text class="tick" x="{left - 12}" y="{height - 10}" text-anchor="end">{words["seconds"]}</text>')
     leg = None
     for lane, y in zip(rows, places, strict=True):
-        parts += _draw_lane(lane, y, x, is_first=lane.leg != leg, rank_word=words["rank"])
+        is_first = lane.leg != leg
+        if is_first:
+            at = y - _NAME_ROW / 2 if is_narrow else y + _LANE / 2 + 4
+            parts.append(f'<text class="lane-name" x="8" y="{at:.1f}">{escape(lane.leg)}</text>')
+        text = f"{words['rank']} {lane.rank}"
+        parts.append(f'<text class="tick" x="{left - 12}" y="{y + _LANE / 2 + 4:.1f}" text-anchor="end">{text}</text>')
+        parts += _draw_lane(lane, y, x, is_first=is_first)
         leg = lane.leg
     return "\n".join([*parts, "</svg>"])
 
 
-def _places(rows: Sequence[Lane]) -> tuple[int, list[int]]:
-    """Height of the drawing, and the upper edge of each lane; legs stand apart."""
-    y, places = _TOP, []
+def _places(rows: Sequence[Lane], name_row: int) -> tuple[int, list[int]]:
+    """Height of the drawing, and the upper edge of each lane; there is a gap between legs, and a row for a leg's name."""
+    y, places = _TOP + name_row, []
     leg = rows[0].leg
     for lane in rows:
         if lane.leg != leg:
-            y += _GAP
+            y += _GAP + name_row
             leg = lane.leg
         places.append(y)
         y += _LANE
     return y + 34, places
 
 
-def _draw_lane(lane: Lane, y: int, x: object, *, is_first: bool, rank_word: str) -> list[str]:
-    assert callable(x)
+def _draw_lane(lane: Lane, y: int, x: Callable[[float], float], *, is_first: bool) -> list[str]:
     middle = y + _LANE / 2
     start, end = x(lane.offset), x(lane.offset + lane.seconds)
-    parts = []
-    if is_first:
-        parts.append(f'<text class="lane-name" x="8" y="{middle + 4:.1f}">{escape(lane.leg)}</text>')
-    parts.append(
-        f'<text class="tick" x="{_LEFT - 12}" y="{middle + 4:.1f}" text-anchor="end">{rank_word} {lane.rank}</text>'
-    )
-    parts.append(
+    parts = [
         f'<rect class="life" x="{start:.1f}" y="{y + 4}" width="{max(end - start, 1):.1f}" height="{_LANE - 8}" rx="2"/>'
-    )
+    ]
     if lane.ready is not None:
         ready = x(lane.offset + lane.ready)
         tip = f"ready at {lane.ready!r} s"

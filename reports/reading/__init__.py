@@ -1,1 +1,1 @@
-"""Records read strictly: results folders, test results, costs, frames, and what must not get onto a page."""
+"""Strict readers of results folders, test results and costs; frames of records; redaction of secrets and paths."""

@@ -1,7 +1,7 @@
 """What saving, loading and skipping cost, as ``python -m benchmarks run`` recorded it.
 
-Costs are no correctness: a goal that was missed is told and refuses nothing. What is told is what was measured: each figure is
-made again from the measurements beside it, and records in which it is another one are refused.
+Costs do not decide whether a run is accepted: a goal that was missed is shown and refuses nothing. Each figure is computed
+again from the measurements in the same file, and records with another figure are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PLACES = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One benchmark. ``places`` is where each of its points lies on ``axis``; both are empty where nothing was measured."""
+    """One benchmark. ``places`` holds the position of each point on ``axis``; both are empty where nothing was measured."""
 
     name: str
     title: str
@@ -53,8 +53,8 @@ class Cost:
 class CostRun:
     """One run of benchmarks with its provenance; ``name`` is its folder's path below the one that was asked for.
 
-    ``is_other_commit``: it was not measured at the commit that all results were made of, as far as these tell one.
-    ``is_smoke``: at sizes that show that everything runs, and prove nothing.
+    ``is_other_commit``: it was measured at another commit than the results were made of, as far as these record one.
+    ``is_smoke``: at sizes that only show that everything runs.
     """
 
     name: str
@@ -78,7 +78,7 @@ class CostRun:
 
     @property
     def goals(self) -> tuple[FigureRecord, ...]:
-        """Every figure that something is asked of."""
+        """Every figure that has a goal."""
         return tuple(one for cost in self.benchmarks for one in cost.figures if one.status != "no goal")
 
     @property
@@ -91,10 +91,11 @@ class CostRun:
 
 
 def read_costs(folder: Path) -> dict[str, Report]:
-    """Every run of benchmarks at or below ``folder``, by name; none is looked for inside of a results folder below it.
+    """Every run of benchmarks at or below ``folder``, by name, without those inside results folders below it.
 
     Raises:
-        RecordError: a file is torn, without its footer, of another version, malformed, or says what it did not measure.
+        RecordError: a file is torn, without its footer, of another version, malformed, or its figures do not
+            follow from its measurements.
     """
     found: dict[str, Report] = {}
     for root, directories, files in os.walk(folder):
@@ -118,7 +119,7 @@ def _read(path: Path) -> Report:
 
 
 def _require_measured(report: Report, path: Path) -> None:
-    """Every figure is what the measurements beside it give, and the footer counts what is there."""
+    """Every figure is what its measurements give, and the footer counts what is there."""
     measured: dict[tuple[str, str], dict[str, MeasurementRecord]] = {}
     for one in report.of(MeasurementRecord):
         measured.setdefault((one.benchmark, one.point), {})[one.contender] = one
@@ -138,8 +139,8 @@ def _require_measured(report: Report, path: Path) -> None:
     counts = Counter(figure.status for figure in report.of(FigureRecord))
     for status in ("met", "not met", "not measured"):
         if report.footer.counts.get(status, 0) != counts[status]:
-            told = report.footer.counts.get(status, 0)
-            raise RecordError(f"{path}: the footer counts {told} goals {status}, there are {counts[status]}")
+            counted = report.footer.counts.get(status, 0)
+            raise RecordError(f"{path}: the footer counts {counted} goals {status}, there are {counts[status]}")
 
 
 def _again(record: FigureRecord, measured: Mapping[str, MeasurementRecord]) -> FigureRecord:
@@ -212,7 +213,7 @@ def _cost(name: str, title: str, report: Report) -> Cost:
         title=title,
         axis=measured[0].axis if measured else "",
         places={one.point: one.place for one in measured},
-        # What something is asked of comes first.
+        # Figures with a goal come first.
         figures=tuple(sorted(figures, key=lambda one: one.status == "no goal")),
         growths=tuple(one for one in report.of(GrowthRecord) if one.benchmark == name),
         absences=tuple(

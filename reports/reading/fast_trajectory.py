@@ -1,7 +1,7 @@
-"""A rank's trajectory read fast: the common form is taken at once, everything else goes to the strict reader, line by line.
+"""A rank's trajectory read fast: the common form of a line is read here, every other one by the strict reader.
 
-A report reads a hundred thousand lines that nearly always look alike. What this accepts, the strict reader accepts with the
-same result; what this is not sure about it leaves to that one, which then also words the error.
+A report reads a hundred thousand lines that nearly all have the same form. Whatever is accepted here, the strict reader accepts
+with the same result. Everything else is left to the strict reader, which also words the errors.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _record(row: Any, rank: int, line: bytes) -> TrajectoryRecord:
         raise _UnsureError
     step, epoch, batch, norm = row["global_step"], row["epoch"], row["batch_index"], row["grad_norm"]
     is_common = (
-        # A key that stands twice shows in the text only.
+        # A repeated key is visible in the text only.
         line.count(b'":') == keys
         and type(step) is type(epoch) is type(batch) is int
         and step >= 1

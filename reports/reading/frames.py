@@ -1,4 +1,4 @@
-"""The records of a run as pandas frames, one row a fact. Everything that the outputs count or draw is taken from here."""
+"""The records of a run as pandas frames, one row per fact. Everything that the outputs count or draw is taken from here."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _STEP_COLUMNS = ("part", "folder", "rank", "step", "epoch", "batch_index", *METR
 class Frames:
     """All records of a run.
 
-    results: one row a result (the fields of the record, and ``part``, ``platform``, ``judged``).
-    legs: one row a leg and case (``part`` and the fields of the record); shared references stand once a case.
-    steps: one row a finished step, rank and leg folder; ``step`` is the global step. Floats are the records' own.
-    sabotages, kills: one row a record, with ``part``.
+    results: one row per result (the fields of the record, and ``part``, ``platform``, ``judged``).
+    legs: one row per leg and case (``part`` and the fields of the record); a shared reference has a row for each case.
+    steps: one row per finished step, rank and leg folder; ``step`` is the global step. Floats are those of the records.
+    sabotages, kills: one row per record, with ``part``.
     """
 
     results: pd.DataFrame

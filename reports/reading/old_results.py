@@ -1,4 +1,4 @@
-"""``results.jsonl`` of an older schema: fields that came later get what they had stood for."""
+"""``results.jsonl`` of an older schema: fields that were added later get the values that held then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conformance.records.trajectory import RecordError
 
 OLD_SCHEMA = "hyper_resume.results/1"
 # In schema 1 every leg was forked by the matrix's own server, every fault struck every rank that waited for it, and no
-# record told when a leg began, of which commit the checkout was, on what machine, or what was required.
+# record said when a leg began, which commit was checked out, on what machine, or what was required.
 _ADDED: Mapping[str, Mapping[str, Any]] = {
     "header": {
         "suite": "",

@@ -1,4 +1,4 @@
-"""Results folders, found and read strictly: what is not whole is refused, because half a page looks like a whole one."""
+"""Results folders, found and read strictly: incomplete records are refused, because a page of them would look complete."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Part:
     """One results folder of an acceptance run.
 
     ``name`` is its path below the folder that was asked for (or its run id). ``trajectories`` and ``events`` are by the
-    folder of their leg. Legs of sabotages that a sabotage record sums up are not read: their records hold the outcome.
+    folder of their leg. Legs of sabotaged cases that a sabotage record summarises are not read: that record holds the outcome.
     """
 
     name: str
@@ -62,18 +62,18 @@ class Part:
 
     @functools.cached_property
     def summed_up(self) -> frozenset[tuple[str, str]]:
-        """(sabotage, case) of the results that a sabotage record of this part speaks for."""
+        """(sabotage, case) of the results that a sabotage record of this part summarises."""
         return frozenset((one.id, case) for one in self.results.of(SabotageRecord) for case in one.outcomes)
 
     def is_judged(self, result: ResultRecord) -> bool:
-        """True when the result speaks for the trainer, not for the suite's ability to notice."""
+        """True when the result is about the trainer, and not about whether the suite notices a defect."""
         return (result.sabotage or "", result.case) not in self.summed_up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """All parts of one acceptance run, by name; where there, what pytest said of tests that are no cases, by file name,
-    storage records, and runs of benchmarks, by name.
+    """All parts of one acceptance run, by name, and where there are any: counts of other tests, by file name, records of the
+    storage proofs, and runs of benchmarks, by name.
     """
 
     parts: tuple[Part, ...]
@@ -86,8 +86,8 @@ def read_run(folders: Sequence[Path]) -> Run:
     """Read everything below ``folders``.
 
     Raises:
-        RecordError: a folder holds no results; a part is torn, unfinished or malformed; a leg's evidence is missing or is not
-            what its record says; two parts have one name; records of benchmarks are no whole ones.
+        RecordError: a folder holds no results; a part is torn, unfinished or malformed; a leg's evidence is missing or does
+            not agree with its record; two parts have one name; records of benchmarks are incomplete.
     """
     parts: dict[str, Part] = {}
     tests: dict[str, UnitTests] = {}
@@ -119,7 +119,7 @@ def read_run(folders: Sequence[Path]) -> Run:
 
 
 def find_parts(folder: Path) -> list[Path]:
-    """Every results folder at or below ``folder``; none is looked for inside of another."""
+    """Every results folder at or below ``folder`` that is not inside another one."""
     found = []
     for root, directories, files in os.walk(folder):
         directories.sort()
@@ -149,13 +149,13 @@ def read_part(folder: Path, name: str | None = None) -> Part:
 
 
 def plain(record: Any) -> dict[str, Any]:
-    """A record as a row; a field that its version lacks is simply not there."""
+    """A record as a row, without the fields that its version does not have."""
     row: dict[str, Any] = serial.to_plain(record)
     return row
 
 
 def _require_whole(part: Part) -> None:
-    """Every result has the case that it judged and is there once; every leg that a check speaks of is there."""
+    """Every result is there once, with the case that it judged; every leg that a check names is there."""
     where = part.folder / FILE_NAME
     keys = Counter(result.key for result in part.results.of(ResultRecord))
     for key, count in keys.items():
@@ -185,7 +185,7 @@ def _leg_folder(folder: Path, leg: LegRecord) -> Path:
 
 
 def _trajectory(folder: Path, leg: LegRecord) -> Trajectory:
-    """What the leg's ranks recorded, and that it is what the leg's record says."""
+    """What the leg's ranks recorded, after a check that it agrees with the leg's record."""
     path = _leg_folder(folder, leg)
     records: dict[int, tuple[TrajectoryRecord, ...]] = {}
     torn = []
@@ -200,7 +200,7 @@ def _trajectory(folder: Path, leg: LegRecord) -> Trajectory:
             torn.append(rank)
         own = records[rank]
         found = (own[0].global_step, own[-1].global_step) if own else (None, None)
-        # Where one file can't be read the runner says None for all ranks.
+        # Where one file can't be read the runner records None for all ranks.
         if found != (first, last) and (first, last) != (None, None):
             raise RecordError(f"{file}: steps {found[0]}..{found[1]}, the leg's record says {first}..{last}")
     return Trajectory(records=records, torn_ranks=tuple(torn))
@@ -212,7 +212,7 @@ def _events(folder: Path, leg: LegRecord) -> tuple[Event, ...]:
     for rank in range(len(leg.ranks)):
         file = path / f"events_rank_{rank}.jsonl"
         if not file.is_file() and leg.trouble is not None:
-            continue  # it never came to life, and says so
+            continue  # it was never started, and its record says so
         try:
             events += read_events(file, rank)
         except EvidenceError as error:

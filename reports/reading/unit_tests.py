@@ -1,4 +1,4 @@
-"""What pytest said of tests that are no cases: files beside the results, written with ``--junitxml``."""
+"""Results of pytest for tests that are no cases: files in the results folder, written with ``--junitxml``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from conformance.records.trajectory import RecordError
 
 UNIT_TESTS_NAME = "unit-tests.xml"
-# The tests inside the ranks (``st/rank_side``).
+# The tests that run inside the ranks (``st/rank_side``).
 RANK_SIDE_NAME = "rank_side.xml"
 
 

@@ -3,65 +3,6 @@
   const viewers = new Map();
   document.addEventListener("relabel", () => { for (const viewer of viewers.values()) viewer.relabel(); });
 
-  // ---- links into closed details, filter, copy --------------------------------------------------------------------
-  const reveal = () => {
-    const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    if (!target) return;
-    const own = target.closest("details");
-    for (let box = own; box; box = box.parentElement.closest("details")) box.open = true;
-    (own || target).scrollIntoView({ block: "start" });
-    const head = own && own.querySelector("summary");
-    if (head) head.focus({ preventScroll: true });
-  };
-  addEventListener("hashchange", reveal);
-  document.addEventListener("click", (event) => {
-    const link = event.target.closest('a[href^="#"]');
-    // The same link a second time changes no hash.
-    if (link && link.getAttribute("href") === location.hash) reveal();
-    const button = event.target.closest(".copy");
-    if (button) copy(button);
-  });
-  const copy = async (button) => {
-    const code = button.parentElement.querySelector("code");
-    try {
-      await navigator.clipboard.writeText(code.textContent);
-    } catch {
-      const range = document.createRange();
-      range.selectNodeContents(code);
-      getSelection().removeAllRanges();
-      getSelection().addRange(range);
-      if (!document.execCommand("copy")) return;
-    }
-    button.textContent = say("copied");
-    setTimeout(() => { button.textContent = say("copy"); }, 1200);
-  };
-  for (const line of document.querySelectorAll(".command")) {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.className = "copy";
-    button.dataset.w = "copy";
-    button.textContent = say("copy");
-    line.append(button);
-  }
-  const filter = document.getElementById("filter"), bad = document.getElementById("only-bad");
-  const sift = () => {
-    const wanted = filter.value.trim().toLowerCase();
-    for (const row of document.querySelectorAll(".matrix .row, details.case")) {
-      const text = [...row.querySelectorAll(row.matches("tr") ? "th, .what" : "summary")].map((part) => part.textContent).join(" ");
-      const fits = text.toLowerCase().includes(wanted) && !(bad.checked && row.matches(".good, .pass, .note"));
-      row.hidden = !fits;
-    }
-    for (const body of document.querySelectorAll(".matrix tbody")) {
-      const rows = body.querySelectorAll(".row");
-      if (rows.length) body.hidden = ![...rows].some((row) => !row.hidden);
-    }
-  };
-  // A page of few cases has no filter.
-  if (filter) {
-    filter.addEventListener("input", sift);
-    bad.addEventListener("change", sift);
-  }
-
   // ---- the packed curves --------------------------------------------------------------------------------------------
   const bytesOf = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer;
   const stepsOf = (packed) => Array.isArray(packed) ? Array.from({ length: packed[1] }, (_, i) => packed[0] + i) : Array.from(new Int32Array(bytesOf(packed)));
@@ -104,7 +45,8 @@
   };
 
   // ---- drawing ------------------------------------------------------------------------------------------------------
-  const WIDTH = 960, LEFT = 92, RIGHT = 18;
+  // A screen that is too narrow for the wide chart gets one of its own width, with letters of the same size.
+  const WIDE = 960, LEAST_WIDE = 640, RIGHT = 18;
   const MARKERS = { dot: "m-2 0a2 2 0 1 0 4 0a2 2 0 1 0-4 0", ring: "m-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0", cross: "m-4 -4l8 8m0 -8l-8 8", triangle: "m0 -5l5 9h-10z", square: "m-4 -4h8v8h-8z", plus: "m-5 0h10m-5 -5v10" };
   const node = (name, attributes, text) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -184,6 +126,12 @@
       this.figures = element("div", {});
       this.box.append(this.bar, this.readout, this.figures);
       this.relabel();
+      new ResizeObserver(() => { if (this.fitting() !== this.width) this.draw(); }).observe(this.box);
+    }
+
+    fitting() {
+      const room = this.box.clientWidth;
+      return room && room < LEAST_WIDE ? room : WIDE;
     }
 
     relabel() {
@@ -234,13 +182,15 @@
       this.draw();
     }
 
-    x(step) { return LEFT + 12 + (WIDTH - RIGHT - LEFT - 24) * (step - this.range[0]) / (this.range[1] - this.range[0]); }
+    x(step) { return this.left + 12 + (this.width - RIGHT - this.left - 24) * (step - this.range[0]) / (this.range[1] - this.range[0]); }
 
-    stepAt(x) { return this.range[0] + (x - LEFT - 12) / (WIDTH - RIGHT - LEFT - 24) * (this.range[1] - this.range[0]); }
+    stepAt(x) { return this.range[0] + (x - this.left - 12) / (this.width - RIGHT - this.left - 24) * (this.range[1] - this.range[0]); }
 
     draw() {
       this.figures.replaceChildren();
       this.cursors = [];
+      this.width = this.fitting();
+      this.left = this.width < WIDE ? 64 : 92;
       for (const metric of this.metrics) {
         if (!this.shown.has(metric)) continue;
         const figure = element("figure", { "data-metric": metric });
@@ -249,37 +199,37 @@
         this.panel(figure, metric, values, false);
         if (this.reference) {
           const base = this.reference.curve.at[metric];
-          const apart = values.filter(({ leg }) => leg !== this.reference).map(({ leg, at }) => ({ leg, at: new Map([...at].filter(([step]) => base.has(step)).map(([step, value]) => [step, Object.is(value, base.get(step)) ? 0 : value - base.get(step)])) }));
-          if (apart.length) this.panel(figure, metric, apart, true);
+          const deltas = values.filter(({ leg }) => leg !== this.reference).map(({ leg, at }) => ({ leg, at: new Map([...at].filter(([step]) => base.has(step)).map(([step, value]) => [step, Object.is(value, base.get(step)) ? 0 : value - base.get(step)])) }));
+          if (deltas.length) this.panel(figure, metric, deltas, true);
         }
         this.figures.append(figure);
       }
       this.point(this.step);
     }
 
-    panel(figure, metric, curves, apart) {
-      const height = apart ? 150 : 250, top = apart ? 10 : 30, bottom = height - (apart || !this.reference ? 42 : 26);
+    panel(figure, metric, curves, isDifference) {
+      const height = isDifference ? 150 : 250, top = isDifference ? 10 : 30, bottom = height - (isDifference || !this.reference ? 42 : 26);
       const visible = curves.map(({ leg, at }) => ({ leg, points: this.visible(leg, at) }));
       const all = visible.flatMap(({ points }) => points.map(([, value]) => value));
-      const scale = apart ? symlog(all) : linear(all, this.log);
+      const scale = isDifference ? symlog(all) : linear(all, this.log);
       const y = (value) => bottom - 8 - (bottom - top - 16) * scale.unit(value);
-      const title = `${say(metric)}${apart ? ": " + say("difference") : ""}`;
-      const svg = node("svg", { class: "chart" + (visible.some(({ points }) => points.length > 400) ? " thin" : ""), viewBox: `0 0 ${WIDTH} ${height}`, role: "img", tabindex: "0", "aria-label": title });
+      const title = `${say(metric)}${isDifference ? ": " + say("difference") : ""}`;
+      const svg = node("svg", { class: (this.width < WIDE ? "chart fitting" : "chart") + (visible.some(({ points }) => points.length > 400) ? " thin" : ""), viewBox: `0 0 ${this.width} ${height}`, role: "img", tabindex: "0", "aria-label": title });
       for (const [first, last] of this.case.bands || []) {
-        const from = Math.max(this.x(first - 0.5), LEFT), to = Math.min(this.x(last + 0.5), WIDTH - RIGHT);
+        const from = Math.max(this.x(first - 0.5), this.left), to = Math.min(this.x(last + 0.5), this.width - RIGHT);
         if (to > from) svg.append(node("rect", { class: "band", x: from, y: top, width: to - from, height: bottom - top }));
       }
       for (const [value, text] of scale.ticks) {
-        svg.append(node("path", { class: apart && value === 0 ? "zero" : "grid", d: `M${LEFT} ${y(value)}H${WIDTH - RIGHT}` }), node("text", { class: "tick", x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, text));
+        svg.append(node("path", { class: isDifference && value === 0 ? "zero" : "grid", d: `M${this.left} ${y(value)}H${this.width - RIGHT}` }), node("text", { class: "tick", x: this.left - 8, y: y(value) + 4, "text-anchor": "end" }, text));
       }
-      svg.append(node("path", { class: "axis", d: `M${LEFT} ${bottom}H${WIDTH - RIGHT}` }));
-      for (const step of ticksOf(this.range[0], this.range[1], 12).found) {
+      svg.append(node("path", { class: "axis", d: `M${this.left} ${bottom}H${this.width - RIGHT}` }));
+      for (const step of ticksOf(this.range[0], this.range[1], this.width < WIDE ? 5 : 12).found) {
         if (!Number.isInteger(step)) continue;
         svg.append(node("path", { class: "axis", d: `M${this.x(step)} ${bottom}v5` }), node("text", { class: "tick", x: this.x(step), y: bottom + 19, "text-anchor": "middle" }, step));
       }
-      if (apart) svg.append(node("text", { class: "tick", x: LEFT + 6, y: top + 12 }, `− ${this.reference.label}`));
-      if (apart || !this.reference) svg.append(node("text", { class: "label", x: (LEFT + WIDTH - RIGHT) / 2, y: bottom + 36 }, say("step")));
-      this.marks(svg, top, bottom, apart);
+      if (isDifference) svg.append(node("text", { class: "tick", x: this.left + 6, y: top + 12 }, `− ${this.reference.label}`));
+      if (isDifference || !this.reference) svg.append(node("text", { class: "label", x: (this.left + this.width - RIGHT) / 2, y: bottom + 36 }, say("step")));
+      this.marks(svg, top, bottom, isDifference);
       for (const { leg, points } of visible) this.curve(svg, leg, points, y);
       const cursor = node("path", { class: "cursor", d: "" }), selection = node("rect", { class: "selection", y: top, height: bottom - top, x: 0, width: 0 });
       svg.append(cursor, selection);
@@ -301,7 +251,7 @@
       return found;
     }
 
-    marks(svg, top, bottom, apart) {
+    marks(svg, top, bottom, isDifference) {
       const rows = [];
       const put = (at, text, style) => {
         if (at < this.range[0] || at > this.range[1]) return;
@@ -309,12 +259,12 @@
         const row = rows.findIndex((end) => end <= x - half);
         const place = row < 0 ? rows.length : row;
         rows[place] = x + half;
-        svg.append(node("path", { class: "mark " + style, d: `M${x} ${apart ? top : 8 + 14 * place + 8}V${bottom}` }));
-        if (!apart) svg.append(node("text", { class: "tag " + style, x, y: 12 + 14 * place, "text-anchor": "middle" }, text));
+        svg.append(node("path", { class: "mark " + style, d: `M${x} ${isDifference ? top : 8 + 14 * place + 8}V${bottom}` }));
+        if (!isDifference) svg.append(node("text", { class: "tag " + style, x, y: 12 + 14 * place, "text-anchor": "middle" }, text));
       };
       const kills = this.case.kills || [];
       const all = kills.map((step, i) => [step + 0.5, kills.length > 1 ? `kill ${i + 1}` : "kill", "kill"]);
-      if (this.case.parting) all.push([this.case.parting[0], say("parting"), "parting"]);
+      if (this.case.difference) all.push([this.case.difference[0], say("divergence"), "first-difference"]);
       for (const mark of all.sort((a, b) => a[0] - b[0])) put(...mark);
     }
 
@@ -331,7 +281,7 @@
       }
       const clip = `clip-${Viewer.count++}`;
       const frame = node("clipPath", { id: clip });
-      frame.append(node("rect", { x: LEFT, y: 0, width: WIDTH - LEFT - RIGHT, height: 400 }));
+      frame.append(node("rect", { x: this.left, y: 0, width: this.width - this.left - RIGHT, height: 400 }));
       const group = node("g", { "clip-path": `url(#${clip})` });
       group.append(node("path", { class: "curve " + leg.style, d: path }));
       if (drawn.length <= 90) for (const [x, height] of drawn) group.append(node("path", { class: "marker " + leg.style, d: `M${x.toFixed(1)} ${height.toFixed(1)}${MARKERS[leg.marker]}` }));
@@ -342,7 +292,7 @@
       let from = null;
       const place = (event) => {
         const box = svg.getBoundingClientRect();
-        return (event.clientX - box.left) * WIDTH / box.width;
+        return (event.clientX - box.left) * this.width / box.width;
       };
       svg.addEventListener("pointermove", (event) => {
         const x = place(event);
@@ -419,7 +369,14 @@
   const start = (box) => { if (!viewers.has(box) && caseOf(box)) viewers.set(box, new Viewer(box)); };
   for (const box of document.querySelectorAll(".detail .viewer")) start(box);
   for (const details of document.querySelectorAll("details.case")) {
-    details.addEventListener("toggle", () => { if (details.open) for (const box of details.querySelectorAll(".viewer")) start(box); });
+    const body = details.querySelector(".body"), drawn = data.cases[body.id];
+    if (!drawn) continue;
+    details.addEventListener("toggle", () => {
+      if (!details.open || body.querySelector(".viewer")) return;
+      const box = element("div", { class: "viewer" });
+      if (drawn.difference) box.dataset.rank = drawn.difference[1];
+      body.querySelector(".command").before(box);
+      start(box);
+    });
   }
-  reveal();
 })();

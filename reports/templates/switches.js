@@ -1,12 +1,12 @@
 "use strict";
-// What every page has: its words in both languages, the two switches, and a mark that a script runs. Others hear of a change of
-// language by the event "relabel".
+// What every page has: its words in both languages, the two switches, and a mark that a script runs. The event "relabel" reports
+// a change of language to other scripts.
 const page = (() => {
   const root = document.documentElement;
   root.classList.add("scripted");
   const data = JSON.parse(document.getElementById("data").textContent);
   const say = (name) => (data.words[name] || [name, name])[root.dataset.language === "zh" ? 1 : 0];
-  // A word that its English text alone tells apart has no name in the page.
+  // A word that its English text alone identifies has no name in the page.
   const names = Object.create(null);
   for (const name in data.words) names[data.words[name][0]] = name;
   for (const word of document.querySelectorAll('[data-w=""], th[scope="col"]:not([data-w])')) {
@@ -15,6 +15,13 @@ const page = (() => {
   }
   const remember = (key, value) => { try { localStorage.setItem(key, value); } catch { /* a page from disk may have no storage */ } };
   const recall = (key) => { try { return localStorage.getItem(key); } catch { return null; } };
+  // ?lang= in the address comes first, then what was chosen here before, then the browser's own language.
+  const address = new URL(location.href);
+  const first = {
+    language: () => address.searchParams.get("lang") || recall("hyper_resume-language") || (/^zh\b/i.test(navigator.language) ? "zh" : "en"),
+    theme: () => recall("hyper_resume-theme"),
+  };
+  const usual = { language: "en", theme: "auto" };
   const apply = {
     language: (value) => {
       root.dataset.language = value;
@@ -35,9 +42,15 @@ const page = (() => {
       if (!button) return;
       choose(button.dataset.value);
       remember("hyper_resume-" + kind, button.dataset.value);
+      const now = new URL(location.href);
+      if (kind === "language" && now.searchParams.has("lang")) {
+        // The address would win over the choice when the page is loaded again.
+        now.searchParams.set("lang", button.dataset.value);
+        try { history.replaceState(history.state, "", now); } catch { /* a page from disk may not change its address */ }
+      }
     });
-    const kept = recall("hyper_resume-" + kind);
-    choose(kept && box.querySelector(`[data-value="${CSS.escape(kept)}"]`) ? kept : kind === "language" ? "en" : "auto");
+    const wanted = first[kind]();
+    choose(wanted && box.querySelector(`[data-value="${CSS.escape(wanted)}"]`) ? wanted : usual[kind]);
   }
   return { data, say };
 })();

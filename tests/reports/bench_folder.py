@@ -9,7 +9,7 @@ from typing import Any
 SOURCE = "0123456789abcdef0123456789abcdef01234567"
 SPEED = "save speed / raw write speed"
 MEMORY = "peak extra memory of a save / payload (5% allowed for non-tensor data)"
-# Seconds of five rounds beside a raw write of 1 s each; what the ratios of those come to.
+# Seconds of five rounds, each next to a raw write of 1 s, and the ratios that follow.
 SLOW = ((1.25, 1.0, 2.0, 1.6, 1.25), {"median": 0.8, "least": 0.5, "most": 1.0, "quartiles": (0.625, 0.8)})
 QUICK = ((1.0, 1.0, 1.0, 1.25, 1.0), {"median": 1.0, "least": 0.8, "most": 1.0, "quartiles": (1.0, 1.0)})
 SLOWER = ((4.0, 5.0, 4.0, 4.0, 4.0), {"median": 0.25, "least": 0.2, "most": 0.25, "quartiles": (0.25, 0.25)})
@@ -64,9 +64,9 @@ class BenchFolder:
             )  # fmt: skip
         self.figure(where, SPEED, "seconds", ["raw write"], "ours", speed, 5, ("at least", 0.9))
         share = dict.fromkeys(("median", "least", "most"), peak / payload) if peak else {}
-        told = {**share, "quartiles": (share["median"],) * 2} if share else {}
+        given = {**share, "quartiles": (share["median"],) * 2} if share else {}
         reason = "" if peak else "peak_bytes of ours was not measured"
-        self.figure(where, MEMORY, "peak_bytes", ["ours"], "the payload", told, 1, ("at most", 1.05), reason)
+        self.figure(where, MEMORY, "peak_bytes", ["ours"], "the payload", given, 1, ("at most", 1.05), reason)
         self.figure(where, "save: speedup over raw write", "seconds", ["raw write"], "ours", speed, 5, None)
         self.counts["points"] += 1
 
@@ -77,26 +77,26 @@ class BenchFolder:
         quantity: str,
         above: list[str],
         below: str,
-        told: dict[str, Any],
+        given: dict[str, Any],
         samples: int,
         goal: tuple[str, float] | None,
         reason: str = "",
     ) -> None:
-        """A ratio as it must come out; ``told`` is empty where it was not measured."""
-        lower, upper = told.get("quartiles", (None, None))
+        """A ratio as it must come out; ``given`` is empty where it was not measured."""
+        lower, upper = given.get("quartiles", (None, None))
         status = "no goal"
         if goal is not None:
             relation, bound = goal
             status = "not measured"
-            if told:
-                good = told["median"] >= bound if relation == "at least" else told["median"] <= bound
+            if given:
+                good = given["median"] >= bound if relation == "at least" else given["median"] <= bound
                 status = "met" if good else "not met"
             self.counts[status] += 1
         self.lines.append(
             {
                 "record": "figure", **where, "text": text, "quantity": quantity, "above": above, "below": below,
-                "median": told.get("median"), "least": told.get("least"), "most": told.get("most"),
-                "lower_quartile": lower, "upper_quartile": upper, "samples": samples if told else 0,
+                "median": given.get("median"), "least": given.get("least"), "most": given.get("most"),
+                "lower_quartile": lower, "upper_quartile": upper, "samples": samples if given else 0,
                 "relation": goal[0] if goal else None, "bound": goal[1] if goal else None,
                 "status": status, "reason": reason,
             }

@@ -48,7 +48,7 @@ def record(step: int, rank: int = 0) -> dict[str, Any]:
 
 
 def state(step: int, rank: int = 0) -> dict[str, dict[str, str]]:
-    """What an event tells of the six buckets."""
+    """What an event records of the six buckets."""
     return {
         "model": {"weight": f"float32[2] {step:08x}"},
         "optimizer": {"weight.exp_avg": f"float32[2] {step + 7:08x}"},

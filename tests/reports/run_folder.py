@@ -127,8 +127,8 @@ class RunFolder:
             }
         )
         kill_end = {"exit_code": None, "signal": "SIGKILL"}
-        told = configured or {}
-        self.leg(key, "reference", 1, last, ranks, configured=told.get("reference"))
+        reported = configured or {}
+        self.leg(key, "reference", 1, last, ranks, configured=reported.get("reference"))
         self.leg(
             key,
             "interrupted",
@@ -138,7 +138,7 @@ class RunFolder:
             ends=kill_end,
             saves=[resume],
             killed_at=kill,
-            configured=told.get("interrupted"),
+            configured=reported.get("interrupted"),
         )
         self.leg(
             key,
@@ -150,7 +150,7 @@ class RunFolder:
             change=change,
             restored=restored,
             sabotage=sabotage,
-            configured=told.get("resumed"),
+            configured=reported.get("resumed"),
         )
         check = {
             "check": "trajectory_equals",
@@ -188,7 +188,7 @@ class RunFolder:
         sabotage: str | None = None,
         configured: Mapping[str, Any] | None = None,
     ) -> None:
-        """One leg with its files. ``configured`` is field -> [value, source], as its program told."""
+        """One leg with its files. ``configured`` is field -> [value, source], as its program reported."""
         name = f"{key}/legs/{leg}"
         path = self.folder / name
         path.mkdir(parents=True)
@@ -270,7 +270,7 @@ class RunFolder:
         )
 
     def calibration(self, *, equal: bool = True, problem: str | None = None) -> None:
-        """Two reference legs held against each other."""
+        """Two reference legs compared with each other."""
         self.lines.append(
             {
                 "record": "calibration",

@@ -1,4 +1,4 @@
-"""Two runs side by side: outcomes that changed, and where uninterrupted legs part."""
+"""Two runs side by side: outcomes that changed, and where uninterrupted legs differ."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_equal_runs_have_no_difference(tmp_path: Path) -> None:
     assert set(page.values("span", "data-w") + page.values("th", "data-w")) - {""} <= set(words)
 
 
-def test_a_changed_outcome_and_a_changed_training_are_told_apart(tmp_path: Path) -> None:
+def test_a_changed_outcome_and_a_changed_training_are_distinguished(tmp_path: Path) -> None:
     before = run_of(tmp_path / "before").finish()
     after = run_of(tmp_path / "after", "fail").finish()
     shift_reference(after, 7, 0.25)

@@ -74,7 +74,7 @@ def accepted(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def priced(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An accepted run beside which benchmarks lie, of which a goal is missed."""
+    """An accepted run with benchmarks, which miss a goal."""
     run = whole_run(tmp_path_factory.mktemp("priced") / "run")
     costed(run.folder / "bench", source="f" * 40).finish()
     return built(run)
@@ -92,16 +92,16 @@ def incomplete(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def passed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A selection: one system test, whose program told its configuration."""
+    """A selection: one system test, whose program reported its configuration."""
     run = RunFolder(tmp_path_factory.mktemp("passed") / "run", suite="st", platform="cpu4")
-    told = {"training.max_steps": [25, "demo.yaml:9"], "checkpoint.is_async": [False, "default"]}
-    run.resumed_case("D1", ranks=4, configured={"reference": told})
+    reported = {"training.max_steps": [25, "demo.yaml:9"], "checkpoint.is_async": [False, "default"]}
+    run.resumed_case("D1", ranks=4, configured={"reference": reported})
     return built(run, "selection")
 
 
 @pytest.fixture(scope="session")
 def soaked(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A soak that parts from its reference after the 40th of its kills."""
+    """A soak that differs from its reference after the 40th of its kills."""
     run = RunFolder(tmp_path_factory.mktemp("soaked") / "run", suite="soak", platform="cpu4")
     divergence = {"step": 41, "rank": 1, "bucket": "optimizer", "column": "loss"}
     divergence |= {"reference": repr(loss(41, 1)), "resumed": repr(single(loss(41, 1) + 2**-18))}

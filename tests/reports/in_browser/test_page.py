@@ -1,4 +1,4 @@
-"""The page in a real browser, from disk and offline: it opens, leads, shows exact values, zooms, switches, prints."""
+"""The page in a real browser, from disk and offline: links, exact values, zoom, switches, print."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_verdict_is_on_the_first_screen(page: Page, request: pytest.FixtureR
 
 def test_the_first_screen_of_a_refused_run_leads_to_the_values_that_differ(page: Page, refused: str) -> None:
     page.goto(refused)
-    assert page.locator(".parting dd").all_inner_texts() == ["D1", "6", "2", "rng_state", "rng.torch_cpu"]
+    assert page.locator(".first-difference dd").all_inner_texts() == ["D1", "6", "2", "rng_state", "rng.torch_cpu"]
     page.get_by_role("link", name="Show the values").click()
     values = page.locator(".divergence")
     assert is_on_screen(values)
@@ -37,16 +37,16 @@ def test_the_first_screen_of_a_refused_run_leads_to_the_values_that_differ(page:
 
 def test_the_first_screen_of_a_failed_soak_leads_to_the_values_after_the_kill(page: Page, soaked: str) -> None:
     page.goto(soaked)
-    assert page.locator(".parting dd").all_inner_texts() == ["soak.demo", "41", "1", "optimizer", "loss"]
+    assert page.locator(".first-difference dd").all_inner_texts() == ["soak.demo", "41", "1", "optimizer", "loss"]
     page.get_by_role("link", name="Show the values").click()
-    row = page.locator('[id="kill-run-1-soak.demo-40"]')
+    row = page.locator('[id="kill-cpu4-soak.demo-40"]')
     values = page.locator(".divergence")
     assert is_on_screen(row)
     assert is_on_screen(values)
     assert loss(41, 1).hex() in values.inner_text()
 
 
-def test_the_comparison_speaks_both_languages(page: Page, compared: str) -> None:
+def test_the_comparison_is_in_both_languages(page: Page, compared: str) -> None:
     page.goto(compared)
     assert page.locator("h2").first.inner_text().startswith("outcomes changed: 1")
     page.get_by_role("button", name="中文").click()
@@ -65,7 +65,7 @@ def is_on_screen(found: Locator) -> bool:
 
 def test_a_matrix_cell_opens_its_case(page: Page, refused: str) -> None:
     page.goto(refused)
-    case = page.locator("details.case", has=page.locator("#case-run-1-D1"))
+    case = page.locator("details.case", has=page.locator("#case-conformance-all-D1"))
     assert case.get_attribute("open") is None
     row = page.locator(".matrix tr", has=page.get_by_role("rowheader", name="D1", exact=True))
     row.get_by_role("link", name=re.compile("FAIL")).click()
@@ -75,7 +75,7 @@ def test_a_matrix_cell_opens_its_case(page: Page, refused: str) -> None:
 
 
 def test_a_link_from_elsewhere_opens_the_case_too(page: Page, refused: str) -> None:
-    page.goto(refused + "#case-run-1-C9")
+    page.goto(refused + "#case-conformance-all-C9")
     assert is_on_screen(page.locator("details.case[open] summary"))
 
 
@@ -110,11 +110,11 @@ def test_where_values_differ_the_difference_and_both_hexadecimal_values_are_show
     page.goto(refused)
     point_at(page, 6, 12)
     other = single(loss(6, 2) + 2**-20)
-    told = readout(page, "resumed", "loss")
-    assert f"resumed loss {other!r} (resumed − reference" in told
-    assert float(told.partition("− reference ")[2].partition(")")[0]) == other - loss(6, 2)
-    assert other.hex() in told
-    assert loss(6, 2).hex() in told
+    shown = readout(page, "resumed", "loss")
+    assert f"resumed loss {other!r} (resumed − reference" in shown
+    assert float(shown.partition("− reference ")[2].partition(")")[0]) == other - loss(6, 2)
+    assert other.hex() in shown
+    assert loss(6, 2).hex() in shown
 
 
 def ticks(page: Page) -> list[int]:
@@ -143,8 +143,8 @@ def test_dragging_zooms_in_and_a_double_click_shows_all_again(page: Page, long: 
 
 def test_a_spike_of_one_step_in_ten_thousand_is_drawn_and_found_by_the_keyboard(page: Page, long: str) -> None:
     page.goto(long)
-    apart = page.locator('.detail figure[data-metric="loss"] svg.chart').nth(1)
-    path = apart.locator("path.curve.resumed-a").get_attribute("d") or ""
+    difference = page.locator('.detail figure[data-metric="loss"] svg.chart').nth(1)
+    path = difference.locator("path.curve.resumed-a").get_attribute("d") or ""
     heights = [float(height) for height in re.findall(r"[ML][0-9.]+ ([0-9.]+)", path)]
     assert 1_000 < len(heights) < 3_000
     assert sum(height != heights[0] for height in heights) == 1
@@ -260,8 +260,8 @@ def test_without_a_script_verdict_matrix_and_curves_are_still_there(browser: Bro
     assert page.locator(".matrix .fail").first.is_visible()
     assert page.locator(".detail .viewer svg.chart").first.is_visible()
     assert not page.locator(".switches").is_visible()
-    page.goto(refused + "#case-run-1-D1")
-    assert page.locator("#case-run-1-D1").is_visible()
+    page.goto(refused + "#case-conformance-all-D1")
+    assert page.locator("#case-conformance-all-D1").is_visible()
     context.close()
 
 

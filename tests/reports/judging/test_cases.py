@@ -32,7 +32,7 @@ def entry(run: RunFolder, key: str = "C9") -> CaseEntry:
     return found
 
 
-def test_lost_steps_and_the_time_to_the_next_step_are_told(tmp_path: Path) -> None:
+def test_lost_steps_and_the_time_to_the_next_step_are_reported(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     run.resumed_case("C9", kill=8, resume=5)
     (resume,) = entry(run).resumes
@@ -41,7 +41,7 @@ def test_lost_steps_and_the_time_to_the_next_step_are_told(tmp_path: Path) -> No
     assert resume.measured == "restart"
 
 
-def test_with_the_legs_starts_the_whole_outage_is_told(tmp_path: Path) -> None:
+def test_with_the_legs_starts_the_whole_outage_is_reported(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run", suite="st", platform="cpu4")
     run.resumed_case("C9")
     report = assemble(read_run([run.finish()])).report
@@ -51,7 +51,7 @@ def test_with_the_legs_starts_the_whole_outage_is_told(tmp_path: Path) -> None:
     assert {leg.launcher for leg in case.legs} == {"torchrun"}
 
 
-def test_a_header_tells_commit_machine_and_settings_and_no_secret(tmp_path: Path) -> None:
+def test_a_header_records_commit_machine_and_settings_and_no_secret(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run", suite="st", platform="cpu4")
     run.case("A6", suite="st")
     (part,) = assemble(read_run([run.finish()])).report.parts
@@ -81,8 +81,8 @@ def test_a_kill_that_its_soak_does_not_tell_of_counts_all_the_same(tmp_path: Pat
     report = assemble(read_run([run.finish()])).report
     assert [(kill.number, kill.operation, kill.lost_steps) for kill in report.kills] == [(1, None, 2), (2, 12, 2)]
     assert report.verdict.state == state
-    told = [one for one in report.verdict.findings if one.kind.startswith("kill")]
-    assert [one.anchor for one in told] == ([] if outcome == "pass" else ["kill-run-1-soak.demo-2"])
+    reported = [one for one in report.verdict.findings if one.kind.startswith("kill")]
+    assert [one.anchor for one in reported] == ([] if outcome == "pass" else ["kill-cpu4-soak.demo-2"])
 
 
 def test_paths_of_a_machine_stay_out_of_kills(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ CONFIGURED: dict[str, list[Any]] = {
 }
 
 
-def test_the_whole_configuration_is_told_once_and_of_later_legs_what_is_new(tmp_path: Path) -> None:
+def test_the_whole_configuration_is_shown_once_and_of_later_legs_only_differences(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run", suite="st", platform="cpu4")
     later = {**CONFIGURED, "checkpoint.restore_from": ["LATEST", "override --checkpoint.restore_from"]}
     run.resumed_case("D1", ranks=2, configured={"reference": CONFIGURED, "interrupted": CONFIGURED, "resumed": later})
@@ -120,10 +120,12 @@ def test_the_whole_configuration_is_told_once_and_of_later_legs_what_is_new(tmp_
     ("tensor", "layout"),
     [(None, "4 ranks, examples/demo.yaml"), (1, "4 ranks, FSDP2"), (2, "4 ranks, TP 2 × FSDP2 2")],
 )
-def test_the_layout_of_a_configured_program_is_what_that_told(tmp_path: Path, tensor: int | None, layout: str) -> None:
+def test_the_layout_of_a_configured_program_is_what_that_reported(
+    tmp_path: Path, tensor: int | None, layout: str
+) -> None:
     run = RunFolder(tmp_path / "run", suite="st", platform="cpu4")
-    told = {"reference": {"accelerator.tp_size": [tensor, "examples/demo.yaml:9"]}} if tensor else None
-    run.resumed_case("D1", ranks=4, given={"world_size": 4, "config": "examples/demo.yaml"}, configured=told)
+    reported = {"reference": {"accelerator.tp_size": [tensor, "examples/demo.yaml:9"]}} if tensor else None
+    run.resumed_case("D1", ranks=4, given={"world_size": 4, "config": "examples/demo.yaml"}, configured=reported)
     assert entry(run, "D1").layout == layout
 
 
@@ -132,8 +134,8 @@ def test_a_configuration_of_another_form_is_refused(tmp_path: Path, values: Any)
     run = RunFolder(tmp_path / "run", suite="st", platform="cpu4")
     run.resumed_case("D1", configured={"resumed": CONFIGURED})
     path = run.folder / "D1/legs/resumed/events_rank_0.jsonl"
-    start, told, *rest = path.read_text().splitlines(keepends=True)
-    path.write_text(start + json.dumps({**json.loads(told), "values": values}) + "\n" + "".join(rest))
+    start, reported, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text(start + json.dumps({**json.loads(reported), "values": values}) + "\n" + "".join(rest))
     with pytest.raises(SerialError, match="D1/legs/resumed"):
         entry(run, "D1")
 
@@ -220,7 +222,7 @@ def divergence(column: str, reference: str, resumed: str) -> Divergence:
     return Divergence(step=1, rank=0, bucket="model", column=column, reference=reference, resumed=resumed)
 
 
-def test_a_distance_is_told_in_the_type_that_both_values_have() -> None:
+def test_a_distance_is_given_in_the_type_that_both_values_have() -> None:
     one, other = float(np.float32(0.3)), float(np.nextafter(np.float32(0.3), np.float32(1)))
     found = distance(divergence("loss", repr(one), repr(other)))
     assert found is not None

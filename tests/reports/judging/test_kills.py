@@ -18,7 +18,7 @@ from tests.reports.html import Page
 from tests.reports.run_folder import RunFolder
 
 REFERENCE, RESUMED = loss(41, 1), single(loss(41, 1) + 2**-18)
-PARTING = {
+DIFFERENCE = {
     "step": 41,
     "rank": 1,
     "bucket": "optimizer",
@@ -31,7 +31,7 @@ FAILED: dict[str, Any] = {
     "what": "SIGKILL to all ranks after step 40",
     "outcome": "fail",
     "reason": "step 41 is not the reference's",
-    "divergence": PARTING,
+    "divergence": DIFFERENCE,
 }
 
 
@@ -46,7 +46,7 @@ def test_a_failed_soak_leads_to_the_kill_step_rank_and_bucket(tmp_path: Path) ->
     first = made.report.verdict.findings[0]
     assert made.report.verdict.state == "refused"
     assert first.text.en == (
-        "soak.demo, kill 3: after a resume rank 1 parts from the uninterrupted run in the optimizer's state, "
+        "soak.demo, kill 3: after a resume rank 1 differs from the uninterrupted run in the optimizer's state, "
         "first at step 41 (loss)."
     )
     assert first.text.zh.startswith("soak.demo 第 3 次中断：恢复后 rank 1 的optimizer 状态")
@@ -55,8 +55,8 @@ def test_a_failed_soak_leads_to_the_kill_step_rank_and_bucket(tmp_path: Path) ->
     html = render(made)
     page = Page(html)
     assert page.text.index("case soak.demo step 41 rank 1 bucket optimizer seen in loss") < page.text.index("Matrix")
-    assert page.count("a", "href", "#kill-run-1-soak.demo-3") == 1
-    assert page.count("tr", "id", "kill-run-1-soak.demo-3") == 1
+    assert page.count("a", "href", "#kill-cpu4-soak.demo-3") == 1
+    assert page.count("tr", "id", "kill-cpu4-soak.demo-3") == 1
     assert f"reference {REFERENCE!r} {REFERENCE.hex()}" in page.text
     assert f"resumed {RESUMED!r} {RESUMED.hex()}" in page.text
     assert "float32" in page.text
@@ -68,14 +68,14 @@ def test_every_failed_point_of_a_sweep_has_its_values_and_the_first_one_leads(tm
         tmp_path / "run",
         {**point, "outcome": "error", "reason": "the harness broke"},
         {**point, **FAILED},
-        {**point, **FAILED, "divergence": {**PARTING, "step": 42}},
+        {**point, **FAILED, "divergence": {**DIFFERENCE, "step": 42}},
         suite="sweep",
     )
     assert "sweep.sync, kill 2" in made.report.verdict.sentence.en
     page = Page(render(made))
-    assert page.count("a", "href", "#kill-run-1-sweep.sync-2") == 1
+    assert page.count("a", "href", "#kill-cpu4-sweep.sync-2") == 1
     for number in (1, 2, 3):
-        assert page.count("tr", "id", f"kill-run-1-sweep.sync-{number}") == 1
+        assert page.count("tr", "id", f"kill-cpu4-sweep.sync-{number}") == 1
     assert page.text.count(REFERENCE.hex()) == 2
     assert "41 · 1" in page.text
     assert "42 · 1" in page.text
@@ -84,16 +84,17 @@ def test_every_failed_point_of_a_sweep_has_its_values_and_the_first_one_leads(tm
 def test_a_failed_kill_whose_soak_says_pass_leads_to_its_values_too(tmp_path: Path) -> None:
     made = soaked(tmp_path / "run", {}, FAILED, outcome="pass")
     assert made.report.verdict.findings[0].kind == "kill_fail"
-    assert Page(render(made)).count("a", "href", "#kill-run-1-soak.demo-2") >= 1
+    assert Page(render(made)).count("a", "href", "#kill-cpu4-soak.demo-2") >= 1
 
 
 def test_a_kill_that_failed_without_a_value_says_why(tmp_path: Path) -> None:
     made = soaked(tmp_path / "run", {**FAILED, "divergence": None, "reason": "5 steps are lost, more than 3"})
     page = Page(render(made))
     assert made.report.verdict.sentence.en == (
+        "1 of 1 cases failed, 1 of 1 kills failed. "
         "soak.demo, kill 1 (SIGKILL to all ranks after step 40) fails: 5 steps are lost, more than 3"
     )
-    assert page.count("a", "href", "#kill-run-1-soak.demo-1") == 1
+    assert page.count("a", "href", "#kill-cpu4-soak.demo-1") == 1
     assert "Show the kill" in page.text
     assert "Show the values" not in page.text
 
@@ -116,8 +117,10 @@ def test_a_thousand_kills_that_were_survived_take_little_room(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("kills", "told"), [([{"lost_steps": 2}, {"lost_steps": 3}], "≤ 3"), ([{"lost_steps": 0}], "≤ 0")]
+    ("kills", "expected"), [([{"lost_steps": 2}, {"lost_steps": 3}], "≤ 3"), ([{"lost_steps": 0}], "≤ 0")]
 )
-def test_the_most_steps_that_any_kill_lost_are_told(tmp_path: Path, kills: list[dict[str, Any]], told: str) -> None:
+def test_the_most_steps_that_any_kill_lost_are_reported(
+    tmp_path: Path, kills: list[dict[str, Any]], expected: str
+) -> None:
     text = Page(render(soaked(tmp_path / "run", *kills, outcome="pass"))).text
-    assert re.search(rf"lost steps \(RPO\) : {told}", text)
+    assert re.search(rf"lost steps \(RPO\) : {expected}", text)

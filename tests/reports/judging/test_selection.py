@@ -1,8 +1,9 @@
-"""A run of chosen cases: it says what passed and never that anything is accepted; what nobody asked for is not missed."""
+"""A run of chosen cases: it says what passed and never that anything is accepted; nothing is missing that was not asked for."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,9 +17,9 @@ from reports.output.machine_files import make_junit, make_summary
 from reports.output.page import render
 from reports.reading.read import read_run
 from tests.reports.html import Page
-from tests.reports.run_folder import RunFolder, wrong_stream
+from tests.reports.run_folder import RunFolder, system_ids, wrong_stream
 
-PARTING = {
+DIFFERENCE = {
     "step": 6,
     "rank": 2,
     "bucket": "rng_state",
@@ -98,7 +99,7 @@ def test_nothing_in_its_junit_is_red_or_skipped_for_what_was_not_asked(tmp_path:
         ("skipped", "incomplete", 3),
     ],
 )
-def test_what_is_red_or_open_is_told_as_in_any_run(
+def test_what_is_red_or_open_is_reported_as_in_any_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: str, state: str, code: int
 ) -> None:
     run = demo(tmp_path / "run")
@@ -106,13 +107,13 @@ def test_what_is_red_or_open_is_told_as_in_any_run(
     folder = run.finish()
     assert main(["build", str(folder), "--profile", "selection"]) == code
     assert capsys.readouterr().out.startswith(state.upper())
-    told = json.loads((folder / "report" / "results.json").read_text())
-    assert (told["verdict"]["state"], told["profile"]) == (state, "selection")
+    shown = json.loads((folder / "report" / "results.json").read_text())
+    assert (shown["verdict"]["state"], shown["profile"]) == (state, "selection")
     assert bool(red((folder / "report" / "junit.xml").read_text())) == (outcome != "pass")
 
 
 def test_a_divergence_is_on_the_first_screen_of_a_selection_too(tmp_path: Path) -> None:
-    run = demo(tmp_path / "run", change=wrong_stream, outcome="fail", divergence=PARTING)
+    run = demo(tmp_path / "run", change=wrong_stream, outcome="fail", divergence=DIFFERENCE)
     text = Page(render(selection(run))).text
     assert text.index("REFUSED") < text.index("case D1 step 6 rank 2 bucket rng_state")
 
@@ -168,14 +169,50 @@ def test_a_case_under_a_sabotage_that_passes_proves_nothing(tmp_path: Path) -> N
     assert (verdict.state, [one.kind for one in verdict.findings]) == ("incomplete", ["sabotaged"])
 
 
-def test_two_selections_are_compared_by_the_profile_that_was_asked_for(
+def test_two_selections_are_compared_as_selections_unless_another_profile_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = [selection(demo(tmp_path / name)) for name in ("before", "after")]
-    assert text_of(compare(*made)).startswith("before: run-1 (cpu4): passed\n")
+    assert text_of(compare(*made)).startswith("before: run-1 (cpu4), profile selection: passed\n")
     sides = [str(tmp_path / "before"), str(tmp_path / "after")]
-    assert main(["compare", *sides, "--profile", "selection"]) == 0
-    assert "after:  run-1 (cpu4): passed" in capsys.readouterr().out
+    assert main(["compare", *sides]) == 0
+    assert "after:  run-1 (cpu4), profile selection: passed" in capsys.readouterr().out
+    assert main(["compare", *sides, "--profile", "accept"]) == 0
+    assert "after:  run-1 (cpu4), profile accept: incomplete" in capsys.readouterr().out
+
+
+def test_a_comparison_takes_the_profile_that_each_report_was_built_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, profile in (("before", "nightly"), ("after", "npu")):
+        assert main(["build", str(demo(tmp_path / name).finish()), "--profile", profile]) == 3
+    capsys.readouterr()
+    assert main(["compare", str(tmp_path / "before"), str(tmp_path / "after")]) == 0
+    assert re.findall(r"profile (\w+): incomplete", capsys.readouterr().out) == ["nightly", "npu"]
+    for text in ("{", "[]", '{"profile": 3}', '{"profile": "banana"}'):
+        (tmp_path / "after" / "report" / "results.json").write_text(text)
+        assert main(["compare", str(tmp_path / "before"), str(tmp_path / "after")]) == 0
+        assert re.findall(r"profile (\w+):", capsys.readouterr().out) == ["nightly", "selection"]
+
+
+def test_the_profile_of_a_run_is_the_strictest_that_has_results_everywhere(tmp_path: Path) -> None:
+    """Without a report the records decide."""
+    folders: dict[str, Path] = {}
+    for name, platforms in (("accept", ("all",)), ("npu", ("npu4", "npu8")), ("selection", ("npu4",))):
+        for platform in platforms:
+            run = RunFolder(tmp_path / name / platform, platform=platform, run_id=platform)
+            for case in ("A6", "C7", "D1", "D2"):
+                run.case(case)
+            for case in system_ids():
+                run.case(case, suite="st")
+            run.finish()
+        folders[name] = tmp_path / name
+    for name, folder in folders.items():
+        assert assemble(read_run([folder]), profile=None).report.profile == name
+    run = RunFolder(tmp_path / "accept" / "sabotage", run_id="sabotage")
+    run.sabotage("seen", "A6")
+    run.finish()
+    assert assemble(read_run([tmp_path / "accept"]), profile=None).report.profile == "nightly"
 
 
 @pytest.mark.parametrize("words", [[], ["somewhere"], ["proof", "somewhere"]])

@@ -35,11 +35,12 @@ def test_one_failed_case_refuses_the_run_and_the_sentence_names_step_rank_and_bu
     report = report_of(refused_run(tmp_path / "run").finish())
     assert report.verdict.state == "refused"
     assert report.verdict.sentence.en == (
-        "D1: after a resume rank 2 parts from the uninterrupted run in the random streams, first at step 6 (rng.torch_cpu)."
+        f"1 of {len(every_id() + system_ids())} cases failed. "
+        "D1: after a resume rank 2 differs from the uninterrupted run in the random streams, first at step 6 (rng.torch_cpu)."
     )
     assert "rank 2" in report.verdict.sentence.zh
     assert "第 6 步" in report.verdict.sentence.zh
-    assert report.verdict.findings[0].anchor == report.focus[0] == "case-run-1-D1"
+    assert report.verdict.findings[0].anchor == report.focus[0] == "case-conformance-all-D1"
 
 
 @pytest.mark.parametrize("missing", ["A4.weights-only", "C7", "M3.file-of-another-rank", "W1"])
@@ -88,7 +89,7 @@ def test_a_divergence_comes_before_a_failure_without_one(tmp_path: Path) -> None
     assert report_of(run.finish()).verdict.findings[0].subject == "C9"
 
 
-def test_a_sabotage_that_nobody_noticed_refuses_the_run(tmp_path: Path) -> None:
+def test_a_sabotage_that_was_not_noticed_refuses_the_run(tmp_path: Path) -> None:
     run = whole_run(tmp_path / "run")
     run.sabotage("seen", "A6")
     run.sabotage("unseen", "B1", caught=False)
@@ -186,13 +187,13 @@ def test_what_a_platform_requires_is_what_its_run_was_asked_for(tmp_path: Path) 
     assert report.verdict.state == "incomplete"
     lacking = {row.id: cell.lacking for row in report.rows for cell in row.cells if cell.platform == "cpu4"}
     assert {name: found for name, found in lacking.items() if found} == {"S99": ("st:S99",)}
-    (told,) = [one.en for one in report.not_tested if "not yet when the run was made" in one.en]
-    assert "S1," in told
-    assert " D1" not in told
+    (shown,) = [one.en for one in report.not_tested if "not yet when the run was made" in one.en]
+    assert "S1," in shown
+    assert " D1" not in shown
 
 
 def test_a_run_for_several_ids_of_one_suite_says_nothing_of_the_other(tmp_path: Path) -> None:
-    """D1 is an id of the matrix and of the system tests; the header tells whose result it is."""
+    """D1 is an id of the matrix and of the system tests; the header says whose result it is."""
     run = RunFolder(tmp_path / "run", suite="st", platform="cpu4", required=["D1"])
     run.case("D1", suite="st")
     report = report_of(run.finish())
@@ -245,7 +246,7 @@ JUNIT = '<testsuites><testsuite tests="9" failures="{}" errors="{}" skipped="0"/
 
 @pytest.mark.parametrize("name", ["unit-tests.xml", "rank_side.xml"])
 @pytest.mark.parametrize(("counts", "state"), [((0, 0), "accepted"), ((1, 0), "refused"), ((0, 2), "refused")])
-def test_failing_tests_beside_the_results_refuse_the_run(
+def test_failing_tests_in_the_results_folder_refuse_the_run(
     tmp_path: Path, name: str, counts: tuple[int, int], state: str
 ) -> None:
     folder = whole_run(tmp_path / "run").finish()

@@ -52,7 +52,7 @@ def test_a_constant_curve_is_drawn_in_the_middle() -> None:
     assert 50 < heights.pop() < 250
 
 
-def test_a_tiny_difference_stands_clear_of_zero_beside_a_huge_one() -> None:
+def test_a_tiny_difference_is_clear_of_zero_next_to_a_huge_one() -> None:
     zero, tiny, huge = (y for _, y in points(chart([0.0, 1e-9, 10.0], differences=True)))
     assert zero - tiny > 30
     assert tiny - huge > 30

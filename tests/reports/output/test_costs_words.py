@@ -1,4 +1,4 @@
-"""The page's words for costs keep up with the benchmarks: each of their texts has a Chinese one, and no word is left over."""
+"""The page has words for all texts of the benchmarks, in Chinese too, and no others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_figure_has_words(texts: dict[str, set[str]]) -> None:
     assert [text for of_one in texts.values() for text in sorted(of_one) if WORDS.figure(text).zh == text] == []
 
 
-def test_no_word_is_of_a_figure_that_nobody_measures(texts: dict[str, set[str]]) -> None:
+def test_no_word_is_of_a_figure_that_is_not_measured(texts: dict[str, set[str]]) -> None:
     all_texts = set().union(*texts.values())
     patterns = {known: re.escape(known).replace(r"\{\}", ".+") for known in WORDS.figures}
     unused = [known for known, pattern in patterns.items() if not any(re.fullmatch(pattern, one) for one in all_texts)]

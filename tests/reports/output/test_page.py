@@ -47,13 +47,13 @@ def test_the_first_screen_leads_to_case_step_rank_and_bucket(refused: str) -> No
     assert page.count("a", "href", "#divergence-1") == 1
 
 
-def test_the_depth_of_a_refused_run_shows_both_values_and_which_rank_parts(refused: str) -> None:
+def test_the_depth_of_a_refused_run_shows_both_values_and_which_rank_differs(refused: str) -> None:
     text = Page(refused).text
     detail = text[text.index("Case details the worst") : text.index("Sabotages Defects")]
     assert "reference cc000602" in detail
     assert "resumed cc000600" in detail
     assert "rng rng_state equal equal from step 6 rng.torch_cpu 7/7 equal" in detail
-    assert "Without a difference : samples, lr, grad_norm, optimizer, model" in detail
+    assert "Columns without a difference : samples, lr, grad_norm, optimizer, model" in detail
     assert "torch_cpu 000502 → 000500" in detail
 
 
@@ -66,7 +66,7 @@ def test_an_accepted_run_says_so_and_opens_its_hardest_case(accepted: str) -> No
     assert "No column differs on any rank." in text
 
 
-def test_every_link_leads_somewhere_and_every_id_stands_once(refused: str) -> None:
+def test_every_link_leads_somewhere_and_every_id_is_unique(refused: str) -> None:
     page = Page(refused)
     ids = [value for _, name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
@@ -133,7 +133,7 @@ def test_no_word_of_the_list_is_left_unused() -> None:
         assert prefix, name
 
 
-def test_storage_is_shown_by_scenario_and_model_with_the_peer_beside_it_and_skips_with_their_reason(
+def test_storage_is_shown_by_scenario_and_model_with_its_baseline_and_skips_with_their_reason(
     tmp_path: Path,
 ) -> None:
     folder = whole_run(tmp_path / "run").finish()
@@ -173,7 +173,7 @@ def test_the_whole_configuration_is_shown_with_the_source_of_each_value(tmp_path
     assert "training.max_steps 25 examples/demo.yaml:9" in text
     assert "checkpoint.save_steps 10 override --checkpoint.save_steps" in text
     assert "defaults : checkpoint.is_async=false" in text
-    new = text[text.index("leg resumed what is new against reference") :]
+    new = text[text.index("leg resumed only what differs from reference") :]
     assert 'checkpoint.restore_from "LATEST" override --checkpoint.restore_from' in new
     assert "leg interrupted" not in text
     assert page.text.count("Configuration after overrides") == 1
@@ -188,8 +188,8 @@ def test_of_a_second_case_only_what_its_configuration_has_new_is_shown(tmp_path:
     run.resumed_case("D5", ranks=2, configured={"reference": CONFIGURED})
     text = Page(render(assemble(read_run([run.finish()])))).text
     assert text.count("training.max_steps 25") == 1
-    assert "leg reference what is new against D1 field value set by checkpoint.is_async true override x" in text
-    assert "leg reference what is new against D1 : none" in text
+    assert "leg reference only what differs from D1 field value set by checkpoint.is_async true override x" in text
+    assert "leg reference only what differs from D1 : none" in text
 
 
 def test_the_machine_and_its_settings_are_part_of_the_provenance(tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_the_machine_and_its_settings_are_part_of_the_provenance(tmp_path: Path)
     run.case("A6", suite="st")
     text = Page(render(assemble(read_run([run.finish()])))).text
     provenance = text[text.index("Provenance run-1") :]
-    for told in ("cpu A CPU", "cores 2", "memory 3.0 GiB", "file system ext4", "packages_digest feedfacefeedface"):
-        assert told in provenance
+    for shown in ("cpu A CPU", "cores 2", "memory 3.0 GiB", "file system ext4", "packages_digest feedfacefeedface"):
+        assert shown in provenance
     assert "environment OMP_NUM_THREADS 1" in provenance
     assert "s3cret" not in text
     assert "SURPRISE" not in text

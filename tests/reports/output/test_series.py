@@ -98,7 +98,7 @@ def test_legs_of_one_training_share_their_values_even_where_a_case_has_no_refere
             line["checks"] = []
     data = packed(assembled(run))
     assert len(data["columns"]) == 3  # C9's reference, whose formulas are those of all
-    alone = {label: data["legs"][number][0] for number, label, _ in data["cases"]["case-run-1-C8"]["legs"]}
+    alone = {label: data["legs"][number][0] for number, label, _ in data["cases"]["case-conformance-all-C8"]["legs"]}
     assert set(alone) == {"interrupted", "resumed"}
     for label, first, last in (("interrupted", 1, 7), ("resumed", 6, 9)):
         assert floats(unpacked(data, alone[label])["loss"]) == [loss(step) for step in range(first, last + 1)]

@@ -1,4 +1,4 @@
-"""What it costs: the records of the benchmarks are shown as they were measured, judge nothing, and are refused where broken."""
+"""Costs: the records of the benchmarks are shown as measured, leave the verdict alone, and are refused where broken."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def section(assembled: Assembled) -> str:
 
 
 def small(folder: Path, *, source: str = SOURCE) -> Path:
-    """A run of one case beside which benchmarks may lie."""
+    """A run of one case, to which benchmarks may be added."""
     run = RunFolder(folder, suite="conformance", source=source)
     run.case("A6")
     return run.finish()
@@ -40,16 +40,16 @@ def test_each_figure_is_shown_with_its_spread_its_goal_and_whether_it_was_met(tm
     costed(small(tmp_path / "run") / "bench").finish()
     text = section(made(tmp_path / "run"))
     assert "bench 2 met 1 missed 1 not measured" in text
-    assert "0.25 GB 0.8 0.625–0.8 0.5–1 5 missed at least 0.9 is wanted, 0.8 was measured" in text
+    assert "0.25 GB 0.8 0.625–0.8 0.5–1 5 missed the goal is at least 0.9, 0.8 was measured" in text
     assert "目标至少 0.9，实测 0.8" in text
-    assert "1 GB 1 1–1 0.8–1 5 met at least 0.9 is wanted; the median meets it, some rounds do not" in text
-    assert "0.25 GB 1.02 1 met at most 1.05 is wanted, 1.02 was measured" in text
-    assert "1 GB – not measured at most 1.05 is wanted; peak_bytes of ours was not measured" in text
+    assert "1 GB 1 1–1 0.8–1 5 met the goal is at least 0.9; the median meets it, some rounds do not" in text
+    assert "0.25 GB 1.02 1 met the goal is at most 1.05, 1.02 was measured" in text
+    assert "1 GB – not measured the goal is at most 1.05; peak_bytes of ours was not measured" in text
     assert "0.25 GB 0.8 0.625–0.8 0.5–1 5 no goal" in text
     assert "Not measured : torchsnapshot (1 GB). torchsnapshot is not installed" in text
 
 
-def test_the_section_speaks_both_languages_and_keeps_what_it_has_no_word_for(tmp_path: Path) -> None:
+def test_the_section_is_in_both_languages_and_keeps_what_it_has_no_word_for(tmp_path: Path) -> None:
     run = costed(small(tmp_path / "run") / "bench")
     where = {"benchmark": "odd", "point": "here"}
     run.figure(where, "a ratio of one's own", "seconds", ["raw write"], "ours", {}, 0, None, "ours was not measured")
@@ -69,9 +69,9 @@ def test_missed_goals_refuse_nothing_and_the_page_says_so(tmp_path: Path) -> Non
     assert (assembled.report.verdict.state, assembled.report.verdict.findings) == ("accepted", ())
     files = make_files(assembled)
     text = Page(files["index.html"]).text
-    assert "a goal that is missed is shown as missed and has no part in the verdict" in text
+    assert "a missed goal is shown as missed and does not change the verdict" in text
     assert text.index("cost goals met (not part of the verdict) 2 /4") < text.index("Matrix")
-    assert "Cost goals met: 2 of 4; these are no part of the verdict." in files["summary.md"]
+    assert "Cost goals met: 2 of 4; they are not part of the verdict." in files["summary.md"]
     assert [run["name"] for run in json.loads(files["results.json"])["costs"]] == ["bench/one"]
 
 
@@ -84,7 +84,7 @@ def test_a_benchmark_that_broke_off_leaves_the_run_incomplete(tmp_path: Path) ->
     (finding,) = assembled.report.verdict.findings
     assert (assembled.report.verdict.state, finding.kind, finding.anchor) == ("incomplete", "error", "costs")
     page = render(assembled)
-    assert "Broke off 4 GB" in Page(page).text
+    assert "Not completed 4 GB" in Page(page).text
     assert str(tmp_path) not in page
 
 
@@ -113,11 +113,11 @@ def test_the_machine_and_the_command_are_shown_without_paths_and_secrets(tmp_pat
     for text in (section(assembled), make_files(assembled)["results.json"]):
         assert "s3cret" not in text
         assert str(tmp_path) not in text
-    for told in ("cpu A CPU", "memory 3.0 GiB", "threads of torch 1", "OMP_NUM_THREADS=1", "feedfacefeedface"):
-        assert told in section(assembled)
+    for shown in ("cpu A CPU", "memory 3.0 GiB", "threads of torch 1", "OMP_NUM_THREADS=1", "feedfacefeedface"):
+        assert shown in section(assembled)
 
 
-def test_a_chart_is_drawn_where_a_ratio_has_several_places_with_its_goal_beside_it(tmp_path: Path) -> None:
+def test_a_chart_is_drawn_where_a_ratio_has_several_places_with_its_goal(tmp_path: Path) -> None:
     costed(small(tmp_path / "run") / "bench").finish()
     page = render(made(tmp_path / "run"))
     assert "a: 1</text>" in page
@@ -144,8 +144,8 @@ def test_records_are_found_at_any_depth_but_not_within_results(tmp_path: Path) -
 
 def test_without_records_an_acceptance_says_so_and_a_selection_is_silent(tmp_path: Path) -> None:
     small(tmp_path / "run")
-    assert "No records of benchmarks in this run." in Page(render(made(tmp_path / "run"))).text
-    assert "What it costs" not in Page(render(made(tmp_path / "run", "selection"))).text
+    assert "This run has no records of benchmarks." in Page(render(made(tmp_path / "run"))).text
+    assert "Ratios of two contenders" not in Page(render(made(tmp_path / "run", "selection"))).text
 
 
 def no_footer(run: BenchFolder) -> None:
@@ -210,7 +210,7 @@ def strange_benchmark(run: BenchFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "shown"),
     [
         (no_footer, "no footer"),
         (torn, "torn"),
@@ -227,7 +227,7 @@ def strange_benchmark(run: BenchFolder) -> None:
     ],
 )
 def test_broken_records_are_refused_by_name_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[BenchFolder], None], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[BenchFolder], None], shown: str
 ) -> None:
     folder = small(tmp_path / "run")
     run = costed(folder / "bench")
@@ -236,7 +236,7 @@ def test_broken_records_are_refused_by_name_and_nothing_is_written(
     assert main(["build", str(folder), "-o", str(tmp_path / "report")]) == 2
     said = capsys.readouterr().err
     assert "records.jsonl" in said
-    assert told in said
+    assert shown in said
     assert not (tmp_path / "report").exists()
 
 
@@ -285,4 +285,4 @@ def test_a_comparison_keeps_quiet_within_the_spread_and_about_smoke_runs(tmp_pat
 
 def test_a_comparison_without_costs_has_no_section_of_them(tmp_path: Path) -> None:
     found = compare(made(small(tmp_path / "a")), made(small(tmp_path / "b")))
-    assert "What it costs" not in Page(render_comparison(found)).text
+    assert "Ratios of two contenders" not in Page(render_comparison(found)).text

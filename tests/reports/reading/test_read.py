@@ -86,7 +86,7 @@ def climb_out(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "expected"),
     [
         (remove_footer, "no footer"),
         (add_unknown_field, "unknown key 'surprise'"),
@@ -103,14 +103,14 @@ def climb_out(run: RunFolder) -> None:
     ],
 )
 def test_broken_records_are_refused_by_name_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[RunFolder], None], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[RunFolder], None], expected: str
 ) -> None:
     run = small_run(tmp_path / "run")
     run.finish()
     damage(run)
     output = tmp_path / "report"
     assert main(["build", str(tmp_path / "run"), "-o", str(output)]) == 2
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert not output.exists()
 
 
