@@ -34,15 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what saving, loading and skipping cost.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measure what saving, loading and skipping cost."
+    )
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="measure, print a table, write records and a page")
-    run.add_argument("--sizes", type=_numbers(float), metavar="GB,...", help="payload of the large tensors; default 0.25,1")
+    run.add_argument(
+        "--sizes", type=_numbers(float), metavar="GB,...", help="payload of the large tensors; default 0.25,1"
+    )
     run.add_argument("--smoke", action="store_true", help="small sizes, to see that everything runs")
     run.add_argument("--repeat", type=_positive, default=5, help="rounds; at least 5 for figures that count")
     run.add_argument("--only", default="", metavar="NAME,...", help="benchmarks by name")
     run.add_argument("--worlds", type=_numbers(int), metavar="N,...", help="world sizes that planning is simulated for")
-    run.add_argument("--ranks", type=_numbers(int), metavar="N,...", help="world sizes with real processes; default 1,2,4")
+    run.add_argument(
+        "--ranks", type=_numbers(int), metavar="N,...", help="world sizes with real processes; default 1,2,4"
+    )
     run.add_argument(
         "--results", type=Path, help="folder of the run, on the disk to measure; default results/bench/TIME"
     )

@@ -175,6 +175,4 @@ def size_points(options: Options) -> list[Point]:
 
 def compared(ours: str, peers: Sequence[str], what: str, quantity: Quantity = "seconds") -> list[Figure]:
     """Figures without a goal: the time of each of ``peers`` divided by the time of ``ours``."""
-    return [
-        Figure(text=f"{what}: speedup over {peer}", above=(peer,), below=ours, quantity=quantity) for peer in peers
-    ]
+    return [Figure(text=f"{what}: speedup over {peer}", above=(peer,), below=ours, quantity=quantity) for peer in peers]

@@ -130,7 +130,11 @@ def async_peers(
     has_stager = hasattr(staging, "DefaultStager") and hasattr(staging, "StagingOptions")
     candidates: list[tuple[str, str, Callable[[], AsyncPeer]]] = [
         (STOCK, "", lambda: StockAsync(cached=False)),
-        (STOCK_CACHED, "" if has_stager else "this torch has no stager that can be kept", lambda: StockAsync(cached=True)),
+        (
+            STOCK_CACHED,
+            "" if has_stager else "this torch has no stager that can be kept",
+            lambda: StockAsync(cached=True),
+        ),
         (CHECKPOINTING, peers.why_absent("torch_checkpointing"), CheckpointingAsync),
     ]
     with ExitStack() as opened:

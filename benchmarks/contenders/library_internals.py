@@ -39,7 +39,9 @@ def plan_second_save(
     first = CachingPlanner(cache, ((),), reuse=False)
     planned, metadata = first.create_global_plan(list(plans))
     first.finish_plan(planned[0])
-    _writer(folder, cache, len(plans)).finish(metadata, [_as_shard_results(of_rank, all_known=False) for of_rank in results])
+    _writer(folder, cache, len(plans)).finish(
+        metadata, [_as_shard_results(of_rank, all_known=False) for of_rank in results]
+    )
     repeated = [_as_shard_results(of_rank, all_known=True) for of_rank in results]
 
     def second() -> None:

@@ -125,7 +125,9 @@ class Loops:
         alike = [name for name, loop in self._loops.items() if loop.slices == first.slices]
         ends = [nn.utils.parameters_to_vector(self._models[name].parameters()).detach() for name in alike]
         if not all(torch.equal(ends[0], end) for end in ends):
-            raise BenchmarkError(f"{', '.join(alike)} ended with different parameters, so their times are not comparable")
+            raise BenchmarkError(
+                f"{', '.join(alike)} ended with different parameters, so their times are not comparable"
+            )
 
     def close(self) -> None:
         """End all loops, and compare their models once more."""
