@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ _FETCHED = re.compile(
     r"<(?:script|img|iframe|link|source)\b[^>]*?\b(?:src|href)=[\"'](?:https?:)?//[^\"']*", re.IGNORECASE
 )
 
+_SOURCE = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"][
+    "Source"
+]
+
+
+def _link_to_source(app: Sphinx, page: str, content: list[str]) -> None:
+    """A link from a page to a file outside of docs/ leads to the source on the project's own site."""
+    content[0] = content[0].replace("](../", f"]({_SOURCE}")
+
 
 def _refuse_fetches(app: Sphinx, exception: Exception | None) -> None:
     if exception is not None or app.builder.format != "html":
@@ -43,6 +53,7 @@ def _refuse_fetches(app: Sphinx, exception: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Check each finished site."""
+    """Treat links to the source, and check the finished site."""
+    app.connect("source-read", _link_to_source)
     app.connect("build-finished", _refuse_fetches)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

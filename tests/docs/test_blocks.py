@@ -46,10 +46,11 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[Step]:
     results = tmp_path_factory.mktemp("pages") / "steps.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.docs.running", str(results)]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=100)
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=280)
     return [Step(**step) for step in json.loads(results.read_text(encoding="utf-8"))]
 
 
+@pytest.mark.timeout(300)  # the first one waits for all pages
 @pytest.mark.xdist_group("docs-blocks")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=_NAMES.__getitem__)
 def test_python_blocks_run_and_print_what_is_shown(page: Path, steps: list[Step]) -> None:
