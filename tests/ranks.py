@@ -53,6 +53,7 @@ _PRELOAD = [
     "hyper_resume.parallel",
     "hyper_resume.trainer.text_trainer",
     "tests.ranks",
+    "tests.frozen",
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)

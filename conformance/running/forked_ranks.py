@@ -10,6 +10,7 @@ The worker itself never computes with torch and never makes a process group, so 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import os
@@ -305,6 +306,9 @@ def _serve(connection: Connection, preload: Sequence[str]) -> None:
     torch.set_num_threads(1)
     for name in (*_LOADED, *preload):
         importlib.import_module(name)
+    # A forked process that collects garbage would read, and so copy, every object that is loaded here.
+    gc.collect()
+    gc.freeze()
     while True:
         try:
             function, job = connection.recv()

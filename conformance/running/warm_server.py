@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -37,6 +38,9 @@ def main() -> None:
     prepare = getattr(module, "prepare", None)
     if prepare is not None:
         prepare()
+    # A child that collects garbage would read, and so copy, every object that is loaded here.
+    gc.collect()
+    gc.freeze()
     # The output of a leg must not mix with the lines of the protocol.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -176,5 +176,12 @@ def sort_key(case_id: str) -> tuple[str, int, str]:
 # These files don't change while a report is made, and the ids of all cases are asked for again and again.
 @functools.cache
 def _load(path: Path) -> Any:
+    status = path.stat()
+    return _parse(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=128)
+def _parse(path: Path, mtime_ns: int, size: int) -> Any:
+    """The document, to be read only: a comparison judges two runs by the same files, and to parse them takes half the time."""
     with path.open(encoding="utf-8") as file:
         return yaml.load(file, Loader=yaml.CSafeLoader)
