@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it exits, and how soon a mistake is told."""
+"""The command line: what it prints, how it exits, and how soon a mistake is reported."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_wrong_configuration_exits_with_2_and_names_place_and_field(
 
 
 @pytest.mark.parametrize("arguments", [["--checkpoint.save_step=3"], ["--checkpoint.save_steps=x", "--no.such=1"]])
-def test_a_wrong_option_is_told_within_seconds_without_a_traceback(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_wrong_option_is_reported_within_seconds_without_a_traceback(tmp_path: Path, arguments: list[str]) -> None:
     folder = _folder(tmp_path)
     listing = disk_listing(folder)
     started = time.monotonic()
@@ -294,7 +294,7 @@ def _inspect(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", ["per_rank", "embedded"])
-def test_inspect_tells_counters_buckets_and_streams_in_either_layout(
+def test_inspect_shows_counters_buckets_and_streams_in_either_layout(
     checkpoints: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = _inspect(checkpoints / layout / "global_step_7", capsys)
@@ -391,7 +391,7 @@ def _without_metadata(folder: Path) -> Path:
 def _with_garbage_metadata(folder: Path) -> Path:
     train_custom_trainer(make_custom_trainer(folder), until_step=1)
     (folder / "global_step_1" / ".metadata").write_bytes(b"no pickle")
-    # With it the size would tell first.
+    # With it the wrong size would be reported first.
     (folder / "global_step_1" / "manifest.json").unlink()
     return folder / "global_step_1"
 

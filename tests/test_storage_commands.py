@@ -77,13 +77,13 @@ def test_verify_prints_json(root: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (found["is_good"], found["latest"]) == (False, str(root / "global_step_3"))
 
 
-def test_verify_tells_of_a_file_that_no_save_wrote(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_a_file_that_no_save_wrote(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "global_step_1" / "extra_state" / "extra_state_rank_7.pt").write_bytes(b"of another world")
     assert _run("verify", str(root / "global_step_1")) == 0
     assert "note: extra_state/extra_state_rank_7.pt: not in the manifest" in capsys.readouterr().out
 
 
-def test_verify_tells_of_a_directory_under_another_steps_name(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_a_directory_under_another_steps_name(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "global_step_3").rename(root / "global_step_30")
     assert _run("verify", str(root / "global_step_30")) == 1
     assert "name says step 30, its manifest step 3" in capsys.readouterr().out

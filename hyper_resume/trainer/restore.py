@@ -215,7 +215,7 @@ class _Restore:
             start_epoch=trainer.start_epoch,
             start_step=trainer.start_step,
             world_size=collective.world_size(),
-            verified="not told by the backend" if report is None else report.verified,
+            verified="not reported by the backend" if report is None else report.verified,
             created_at=datetime.now(UTC).isoformat(timespec="microseconds"),
             parts=parts,
         )

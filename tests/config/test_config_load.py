@@ -219,7 +219,7 @@ data: !secret x
         assert [line for line in lines if line.startswith(start)], start
 
 
-def test_a_file_that_cannot_be_read_and_a_wrong_override_are_both_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_and_a_wrong_override_are_both_reported(tmp_path: Path) -> None:
     lines = errors_of(tmp_path / "missing.yaml", "--training.seed=x")
     assert len(lines) == 2
     assert lines[0].startswith("FILE: the file does not exist")

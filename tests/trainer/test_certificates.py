@@ -213,7 +213,7 @@ def _resume(folder: Path) -> None:
     CheckpointerCallback(make_custom_trainer(folder, restore_from="LATEST")).on_train_begin()
 
 
-def test_another_number_of_ranks_is_told_in_the_certificate(tmp_path: Path) -> None:
+def test_another_number_of_ranks_is_named_in_the_certificate(tmp_path: Path) -> None:
     run_ranks(_save, 1, tmp_path)
     run_ranks(_resume, 2, tmp_path)
     (certificate,) = _stored(tmp_path)

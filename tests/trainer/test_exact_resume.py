@@ -116,7 +116,7 @@ def test_a_checkpoint_at_an_epochs_end_with_accumulation_that_does_not_divide_it
     straight = train(run_config(tmp_path, training=training, save_ckpt=False), dataset=Ids(30))
     assert [len(record.sample_ids) for record in straight] == [12, 12, 6] * EPOCHS
     config = run_config(tmp_path, training=training, save_epochs=1, restore_from="LATEST")
-    _broken_off(config, stop_after(4), dataset=Ids(30))
+    _stopped(config, stop_after(4), dataset=Ids(30))
     assert saved_steps(tmp_path) == [3]
     assert train(config, dataset=Ids(30)) == straight[3:]
     assert saved_steps(tmp_path) == [3, 6, 9]
@@ -135,7 +135,7 @@ def test_a_short_last_window_of_an_epoch_is_a_mean_like_any_other(tmp_path: Path
 # ---- real interruptions
 
 
-def _broken_off(config: Any, *callbacks: Any, **parts: Any) -> list[Record]:
+def _stopped(config: Any, *callbacks: Any, **parts: Any) -> list[Record]:
     trainer = make_trainer(config, callbacks=callbacks, **parts)
     with pytest.raises(StoppedOnPurpose):
         trainer.train()
@@ -152,7 +152,7 @@ def _broken_off(config: Any, *callbacks: Any, **parts: Any) -> list[Record]:
     ],
     ids=["across", "within", "epoch-end", "every-other"],
 )
-def test_a_run_broken_off_again_and_again_equals_the_uninterrupted_one(
+def test_a_run_stopped_again_and_again_equals_the_uninterrupted_one(
     tmp_path: Path, stops: list[int], save_steps: int, prefetch: bool
 ) -> None:
     options: dict[str, Any] = {
@@ -163,7 +163,7 @@ def test_a_run_broken_off_again_and_again_equals_the_uninterrupted_one(
     config = run_config(tmp_path, save_steps=save_steps, save_epochs=0, restore_from="LATEST", **options)
     # The stop comes before the step's save, so that each leg redoes what came after the last multiple.
     for stop in stops:
-        leg = _broken_off(config, stop_after(stop))
+        leg = _stopped(config, stop_after(stop))
         first = leg[0].global_step
         assert (first - 1) % save_steps == 0
         assert leg == straight[first - 1 : stop]
@@ -183,7 +183,7 @@ def test_a_run_ended_by_max_steps_goes_on_exactly_under_the_same_schedule(tmp_pa
     assert second == straight[max_steps:]
 
 
-def test_a_broken_off_training_leaves_the_loader_behind_the_last_trained_batch_and_no_thread(tmp_path: Path) -> None:
+def test_a_stopped_training_leaves_the_loader_behind_the_last_trained_batch_and_no_thread(tmp_path: Path) -> None:
     data = {"use_background_prefetcher": True, "prefetch_batches": 3}
     trainer = make_trainer(run_config(tmp_path, data=data, save_ckpt=False), callbacks=[stop_after(3)])
     with pytest.raises(StoppedOnPurpose):

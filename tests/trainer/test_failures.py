@@ -1,4 +1,4 @@
-"""Training that is broken off, data that ends early, saves that fail: what reaches the user, and what is on disk then."""
+"""Training that an error stops, data that ends early, saves that fail: what the user sees, and what is on disk then."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_failing_save_ends_training_with_an_error_and_keeps_the_older_checkpoi
     assert _leftovers(tmp_path) == []
 
 
-def test_a_save_that_fails_while_training_is_broken_off_is_logged_and_the_first_error_is_raised(
+def test_a_save_that_fails_while_training_is_stopping_is_logged_and_the_first_error_is_raised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, refuse_large_files: Callable[[Any], None]
 ) -> None:
     config = run_config(tmp_path, save_steps=4, is_async=True)

@@ -191,7 +191,7 @@ def test_copies_that_drifted_apart_are_refused_at_the_save_with_parameter_and_ra
 @pytest.mark.parametrize(
     ("step", "layout"), [("checkpoints/global_step_2", "per_rank"), ("embedded/global_step_3", "embedded")]
 )
-def test_inspect_tells_what_four_ranks_saved_in_either_layout(
+def test_inspect_shows_what_four_ranks_saved_in_either_layout(
     legs: Legs, step: str, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = legs.folder / step
@@ -231,7 +231,7 @@ def test_inspect_names_the_rank_whose_training_state_is_missing(legs: Legs, caps
     broken = legs.folder / "broken" / "global_step_2"
     assert cli.main(["inspect", str(broken)]) == cli.EXIT_ERROR
     assert "extra_state/extra_state_rank_2.pt" in capsys.readouterr().err
-    # A directory of another tool has no list of its files, and is told by what it has.
+    # A directory of another tool has no manifest, and is recognised by its files.
     (broken / "manifest.json").unlink()
     assert cli.main(["inspect", str(broken), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -131,7 +131,7 @@ class Watched(np.random.MT19937):
         np.random.MT19937.state.__set__(self, value)  # type: ignore[attr-defined]
 
 
-# NumPy tells a stream's kind by the name of its class, and no other kind can be saved.
+# NumPy names the kind of a stream by its class, and no other kind can be saved.
 Watched.__name__ = np.random.MT19937.__name__
 
 
@@ -296,11 +296,11 @@ def test_a_position_that_is_noted_with_each_batch_is_seen() -> None:
 # ---- what is left out is there when somebody asks
 
 
-def test_a_callback_is_told_the_same_positions_and_samples_whether_anything_is_saved(tmp_path: Path) -> None:
+def test_a_callback_sees_the_same_positions_and_samples_whether_anything_is_saved(tmp_path: Path) -> None:
     for foreign in (False, True):
-        told: dict[bool, list[Any]] = {}
+        seen: dict[bool, list[Any]] = {}
         for saving in (False, True):
-            found = told[saving] = []
+            found = seen[saving] = []
 
             def ask(trainer: Any, found: list[Any] = found) -> None:
                 iterator = trainer.data_iterator
@@ -310,11 +310,11 @@ def test_a_callback_is_told_the_same_positions_and_samples_whether_anything_is_s
             loader = ForeignLoader(8) if foreign else None
             config = run_config(tmp_path / f"{foreign} {saving}", training={"num_train_epochs": 2}, save_ckpt=saving)
             train(config, loader=loader, callbacks=[at_step(step, ask) for step in range(1, 20)])
-        assert told[False] == told[True]
-        assert len({str(position) for position, *_ in told[False]}) >= 3
+        assert seen[False] == seen[True]
+        assert len({str(position) for position, *_ in seen[False]}) >= 3
 
 
-def test_a_loader_without_a_state_has_none_to_tell(tmp_path: Path) -> None:
+def test_a_loader_without_a_state_has_none_to_report(tmp_path: Path) -> None:
     asked: list[bool] = []
     batches = [torch.tensor([1, 2]), torch.tensor([3])]
     ask = at_step(1, lambda trainer: asked.append(trainer.data_iterator.has_state))

@@ -147,7 +147,7 @@ def test_scaler_average_generator_and_stateful_callbacks_continue_from_every_ste
         assert resumed.outcome() == straight.outcome(), f"resumed from step {step}"
 
 
-def test_an_epochs_end_that_the_checkpoint_came_before_is_told_to_the_callbacks_after_the_resume(
+def test_an_epochs_end_that_the_checkpoint_came_before_is_reported_to_the_callbacks_after_the_resume(
     tmp_path: Path,
 ) -> None:
     # save_steps hits the last step of epoch 0, then on_epoch_end finds nothing to save: whoever counts epochs (patience,

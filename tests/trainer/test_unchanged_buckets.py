@@ -160,7 +160,7 @@ class _Messages(logging.Handler):
 
 
 def _one_position_stands_still(folder: Path) -> list[str]:
-    """Every rank: rank 1's loader tells the same position at every save."""
+    """Every rank: rank 1's loader reports the same position at every save."""
 
     class Stuck(ForeignLoader):
         def state_dict(self) -> dict[str, Any]:
