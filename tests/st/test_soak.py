@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from conformance.records.results import KillRecord, LegRecord, RankEnd, read_res
 from conformance.records.trajectory import Trajectory, TrajectoryRecord
 from st.attempts import Attempt, AttemptRunner, Reference, Training, ViolationError
 from st.soak import SAVE_STEPS, WORKLOADS, SurvivingSteps, draw
+from tests.st.conftest import Done
+
+# One worker: these runs share a warm server.
+pytestmark = pytest.mark.xdist_group("st-warm")
 
 OPERATIONS = (35, 26, 25, 24)
 NO_TRAINER: Any = None
@@ -104,13 +109,15 @@ def test_a_sample_that_comes_twice_is_seen() -> None:
     assert survivors.problems(TINY, 8) == ["epoch 1: not each of 4 samples once for 2 ranks"]
 
 
-def soak(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "st", "soak", "--workload", "tiny", "--results", str(folder), *words]
-    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=100, check=False)
+@pytest.fixture
+def soak(st_command: Callable[..., Done], tmp_path: Path) -> Callable[..., Done]:
+    return lambda *words: st_command("soak", "--workload", "tiny", "--results", str(tmp_path / "run"), *words)
 
 
-def test_a_training_that_is_killed_four_times_ends_where_the_uninterrupted_one_ends(tmp_path: Path) -> None:
-    done = soak(tmp_path / "run", "--kills", "4", "--seed", "3")
+def test_a_training_that_is_killed_four_times_ends_where_the_uninterrupted_one_ends(
+    tmp_path: Path, soak: Callable[..., Done]
+) -> None:
+    done = soak("--kills", "4", "--seed", "3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 kills" in done.stdout
     assert "ends bit for bit where the uninterrupted run ends" in done.stdout
@@ -120,8 +127,8 @@ def test_a_training_that_is_killed_four_times_ends_where_the_uninterrupted_one_e
     assert all(kill.lost_steps is not None and kill.lost_steps <= SAVE_STEPS for kill in results.of(KillRecord))
 
 
-def test_a_stream_that_is_not_restored_turns_the_soak_red_at_its_first_resume(tmp_path: Path) -> None:
-    done = soak(tmp_path / "run", "--kills", "2", "--sabotage", "rng-not-restored")
+def test_a_stream_that_is_not_restored_turns_the_soak_red_at_its_first_resume(soak: Callable[..., Done]) -> None:
+    done = soak("--kills", "2", "--sabotage", "rng-not-restored")
     assert done.returncode == 1
     assert "FAIL: resumed at 3, differs at step 4, rank 0, bucket rng_state" in done.stdout
 
@@ -136,7 +143,8 @@ def test_a_life_that_stops_before_its_end_is_red_although_it_ends_well_and_every
 
 
 def test_no_kill_at_all_is_a_usage_error(tmp_path: Path) -> None:
-    done = soak(tmp_path / "run", "--kills", "0")
+    command = [sys.executable, "-m", "st", "soak", "--results", str(tmp_path / "run"), "--kills", "0"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (
         2, "python -m st soak: error: argument --kills: 1 or more",
     )  # fmt: skip

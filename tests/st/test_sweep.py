@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,22 +11,25 @@ import pytest
 from conformance.records.results import KillRecord, read_results
 from st.attempts import InconclusiveError
 from st.sweep import MODES, Point, SweepOutcome, _choose, _without_random_part
+from tests.st.conftest import Done
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+# One worker: these runs share a warm server.
+pytestmark = pytest.mark.xdist_group("st-warm")
+
 POINTS = [Point(rank=rank, operation=number, what="write x") for rank in range(2) for number in range(1, 6)]
 
 
-def sweep(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "st", "sweep", "--results", str(folder), *words]
-    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=110, check=False)
+@pytest.fixture
+def sweep(st_command: Callable[..., Done], tmp_path: Path) -> Callable[..., Done]:
+    return lambda *words: st_command("sweep", "--results", str(tmp_path / "run"), *words)
 
 
 def test_the_last_changes_of_a_save_are_the_commit_and_the_pointer_and_a_kill_before_them_keeps_the_old_step(
-    tmp_path: Path,
+    tmp_path: Path, sweep: Callable[..., Done]
 ) -> None:
     # Only what makes the step directory visible is a change at that very path (an exchange where there is one already).
     # Both modes train the same reference.
-    done = sweep(tmp_path / "run", "--mode", "sync", "--mode", "again", "--point", "0:* global_step_6")
+    done = sweep("--mode", "sync", "--mode", "again", "--point", "0:* global_step_6")
     assert done.returncode == 0, done.stdout + done.stderr
     points, _ = re.findall(r"1 of (\d+) points tried, 0 red", done.stdout)
     # Each of four ranks makes, writes and syncs its file of training state and its shards.
@@ -39,10 +41,10 @@ def test_the_last_changes_of_a_save_are_the_commit_and_the_pointer_and_a_kill_be
 
 
 def test_a_rank_that_is_killed_while_it_clears_what_a_dead_save_left_has_not_told_what_it_restored(
-    tmp_path: Path,
+    tmp_path: Path, sweep: Callable[..., Done]
 ) -> None:
     # It removes a leftover right after its load, before training begins.
-    done = sweep(tmp_path / "run", "--mode", "leftovers", "--point", "0:remove .staging/global_step_6.*/*")
+    done = sweep("--mode", "leftovers", "--point", "0:remove .staging/global_step_6.*/*")
     assert done.returncode == 0, done.stdout + done.stderr
     (kill,) = read_results(tmp_path / "run").of(KillRecord)
     assert kill.what is not None
@@ -50,9 +52,8 @@ def test_a_rank_that_is_killed_while_it_clears_what_a_dead_save_left_has_not_tol
     assert (kill.last_step, kill.resumed_at, kill.lost_steps) == (3, 3, 0)
 
 
-def test_a_pointer_that_moves_before_the_commit_turns_the_sweep_red(tmp_path: Path) -> None:
+def test_a_pointer_that_moves_before_the_commit_turns_the_sweep_red(sweep: Callable[..., Done]) -> None:
     done = sweep(
-        tmp_path / "run",
         "--mode",
         "sync",
         "--point",
