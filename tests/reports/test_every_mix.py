@@ -104,7 +104,7 @@ def matrix_and_system_test() -> list[OnePart]:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     mix=st.lists(parts(), min_size=1, max_size=4),
     tests=st.sampled_from([None, 0, 1]),
