@@ -316,13 +316,13 @@ def test_what_can_not_be_set_to_work_early_is_written_all_the_same() -> None:
         assert file.write(bytes(20 << 20)) == 20 << 20
 
 
-def test_the_device_is_set_to_work_on_each_part_once_and_in_order(tmp_path: Path) -> None:
+def test_the_writeback_of_each_part_is_started_once_and_in_order(tmp_path: Path) -> None:
     asked: list[tuple[str, tuple[int, ...]]] = []
 
     class Asked(operations.OutputFile):
-        def _ask_kernel(self, name: str, *numbers: int) -> None:
+        def _call_kernel(self, name: str, *numbers: int) -> None:
             asked.append((name, numbers))
-            super()._ask_kernel(name, *numbers)
+            super()._call_kernel(name, *numbers)
 
     path, part = tmp_path / "file", 8 << 20
     with Asked(os.open(path, os.O_WRONLY | os.O_CREAT), path) as file:
