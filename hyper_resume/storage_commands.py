@@ -104,6 +104,8 @@ def _print_step_directory(found: Inspection) -> None:
             f"  rank {rank.rank} of {rank.world_size}: global_step={rank.global_step}, epoch={rank.epoch}; "
             f"{', '.join(rank.buckets)}; random streams: {', '.join(rank.rng_streams)}"
         )
+        if rank.uncovered:
+            print(f"    moves and is not saved: {', '.join(rank.uncovered)}")
     for missing in found.missing_ranks:
         print(f"  rank {missing}: missing, so the training state can't be restored")
 

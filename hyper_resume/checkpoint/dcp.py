@@ -166,6 +166,7 @@ class DistributedCheckpointer(CheckpointerBase):
             contribution.files,
             contribution.buckets,
             contribution.names,
+            contribution.uncovered,
             self._plans.has_layout(contribution.layout),
         )
         all_ranks = collective.all_gather(summary, group)
@@ -174,12 +175,13 @@ class DistributedCheckpointer(CheckpointerBase):
             save,
             world_size=collective.world_size(),
             mesh=mesh,
-            files={name: entry for found, _, _, _ in all_ranks for name, entry in found.items()},
-            buckets={str(index): found for index, (_, found, _, _) in enumerate(all_ranks)},
-            names={str(index): found for index, (_, _, found, _) in enumerate(all_ranks)},
+            files={name: entry for found, *_ in all_ranks for name, entry in found.items()},
+            buckets={str(index): found for index, (_, found, *_) in enumerate(all_ranks)},
+            names={str(index): found for index, (_, _, found, *_) in enumerate(all_ranks)},
+            uncovered={str(index): found for index, (_, _, _, found, _) in enumerate(all_ranks) if found},
             metrics=metrics,
         )
-        planner = CachingPlanner(self._plans, contribution.layout, reuse=all(known for _, _, _, known in all_ranks))
+        planner = CachingPlanner(self._plans, contribution.layout, reuse=all(known for *_, known in all_ranks))
         writer = ShardWriter(save.staging, draft, self._plans, contribution.digest_written if how == "sync" else None)
         return contribution.written, writer, planner
 

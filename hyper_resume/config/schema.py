@@ -86,6 +86,10 @@ class CheckpointingConfig(CheckedBlock):
     """The number in the trainer's state (or its metrics) by which keep_best ranks."""
     keep_best_mode: Literal["min", "max"] = "min"
     """Whether the smallest or the largest metric is the best."""
+    check_coverage: bool = True
+    """Search at each save for state that moves and is not saved, and name it; false turns it off."""
+    not_saved: tuple[str, ...] = ()
+    """Paths, or patterns such as trainer.timer.*, of what moves on purpose and is not saved."""
     preemption_signals: tuple[str, ...] = ("SIGTERM",)
     """On one of these signals all ranks save after the running step and exit with code 75; [] turns it off."""
 

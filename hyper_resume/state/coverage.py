@@ -39,7 +39,9 @@ _SKIPPED = ("torch._C", "torch._dynamo", "torch._inductor", "torch._functorch", 
             "torch.utils.data._utils", "torch.multiprocessing", "torch.autograd", "torch.jit", "multiprocessing",
             "logging", "threading", "_thread", "concurrent", "weakref", "queue", "pydantic", "tqdm", "asyncio", "inspect",
             "importlib", "re", "pathlib", "ctypes", "mmap", "io", "_io", "tokenizers", "hyper_resume.checkpoint",
-            "hyper_resume.config", "hyper_resume.state.coverage")  # fmt: skip
+            "hyper_resume.config", "hyper_resume.trainer.callbacks", "hyper_resume.data.prefetch",
+            "hyper_resume.trainer.reading")  # fmt: skip
+_OWN_LOADER = "hyper_resume.data"
 # Objects of these packages count for themselves in ways that are no state; counters are looked for in the user's own objects.
 _LIBRARIES = frozenset(
     {"torch", "torchvision", "torchaudio", "transformers", "peft", "accelerate", "datasets", "numpy", "pandas",
@@ -207,6 +209,9 @@ class _Walk:
             self._push(f"{path}.keywords", value.keywords, owners)
         elif isinstance(value, nn.Module):
             self._open_module(path, value, (*owners, id(value)))
+        elif (type(value).__module__ or "").startswith(_OWN_LOADER):
+            # Its position is saved, and the order follows from it.
+            self._push(f"{path}.dataset", getattr(value, "dataset", None), owners)
         elif not _is_skipped(type(value)):
             self._open_object(path, value, (*owners, id(value)))
 
@@ -301,7 +306,7 @@ def _digest_tensor(tensor: torch.Tensor) -> bytes:
     if local.device.type == "meta" or not local.numel() or local.layout != torch.strided:
         return b""
     raw = local.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-    return xxhash.xxh3_128_digest(memoryview(raw)) + f"{tuple(local.shape)}{local.dtype}".encode()
+    return xxhash.xxh3_128_digest(raw.data) + f"{tuple(local.shape)}{local.dtype}".encode()
 
 
 def _digest_generator(generator: torch.Generator) -> bytes:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_resume import collective
+from hyper_resume.checkpoint.format.extra_state import UNCOVERED
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.state.dataloader import check_dataloader
 from hyper_resume.state.model import check_model
@@ -28,6 +29,7 @@ from hyper_resume.state.scheduler import check_scheduler_fields, check_scheduler
 from hyper_resume.state.stateful import check_stateful
 from hyper_resume.trainer.payload import as_list, device_type, stateful_of
 from hyper_resume.trainer.resume_point import check_position, knows_position
+from hyper_resume.trainer.uncovered import reasons_of
 
 NOT_ASKED_FOR = "not asked for"
 _NOTHING = "neither the checkpoint nor this trainer has any"
@@ -86,6 +88,11 @@ def find_mismatches(
     _check_optimizer(mismatches, trainer, config, entries, payload, path)
     if config.restore_train_state:
         _check_training_state(mismatches, trainer, extra_state)
+        for bucket, reason in reasons_of(extra_state.get(UNCOVERED) or ()).items():
+            mismatches.add(bucket, [reason], warn=True)
+            if mismatches.absent.get(bucket) == _NOTHING:
+                # Neither side saves any, and there is some all the same.
+                del mismatches.absent[bucket]
         unknown = sorted(name for name in entries or () if name.split(".", 1)[0] not in _KNOWN_ENTRIES)
         if unknown:
             text = f"the checkpoint holds entries of no known bucket; not restored: {first_names(unknown)}"

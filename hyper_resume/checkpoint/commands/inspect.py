@@ -32,7 +32,7 @@ class BucketSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSummary:
-    """One rank's training state: its counters, its buckets, and the random streams it holds."""
+    """One rank's training state: its counters, its buckets, the random streams it holds, and what moved and is not saved."""
 
     rank: int
     global_step: int
@@ -40,6 +40,7 @@ class RankSummary:
     world_size: int
     buckets: tuple[str, ...]
     rng_streams: tuple[str, ...]
+    uncovered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +129,7 @@ def _rank_summary(state: dict[str, Any]) -> RankSummary:
         global_step=state["global_step"],
         epoch=state.get("epoch"),
         world_size=state["world_size"],
-        buckets=tuple(sorted(set(state) - {"format_version", "rank", "world_size", SAVE_ID})),
+        buckets=tuple(sorted(set(state) - extra.IDENTITY_KEYS)),
+        uncovered=tuple(state.get(extra.UNCOVERED) or ()),
         rng_streams=tuple(name for name, value in streams.items() if value is not None),
     )

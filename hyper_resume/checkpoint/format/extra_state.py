@@ -40,7 +40,9 @@ PAYLOAD_KEY = "extra_state"
 # A step that no checkpoint can hold. It is the default of the step to read; if it is still there afterwards, none was read.
 _UNRESTORED_STEP = -1
 # The keys that identify the rank and the save of a training state; they belong to no bucket.
-IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id"})
+UNCOVERED = "uncovered"
+"""Paths of what moved on this rank and was not saved: a remark on the state, and no part of it."""
+IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id", UNCOVERED})
 PROGRESS = "progress"
 _PROGRESS_KEYS = frozenset({"global_step", "epoch", "epoch_ended"})
 

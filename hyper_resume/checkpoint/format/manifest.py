@@ -26,13 +26,15 @@ from hyper_resume.errors import CheckpointMismatchError, describe
 MANIFEST_NAME = "manifest.json"
 METADATA_NAME = ".metadata"
 FORMAT = "hyper_resume.manifest"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # Version 1 had other digest formats, which are still compared.
-_VERSIONS_READ = (1, 2)
+_VERSIONS_READ = (1, 2, 3)
 MISSING = "it is missing"
 MAX_ANCESTORS = 512
 # 10,000 ranks with seven buckets and two files each make about 10 MB.
 _MAX_BYTES = 256 << 20
+_FIRST_WITH_UNCOVERED = 3
+_MOST_UNCOVERED = 1_000
 _WINDOW_BYTES = 16 << 20
 _MAX_SHOWN = 500
 _MAX_RANKS_IN_LINES = 64
@@ -80,6 +82,8 @@ class Manifest:
         buckets: rank as text -> bucket -> digest of that rank's part of the live state, at the call of ``save``.
         names: rank as text -> bucket -> digest of the names of that rank's entries, for the buckets of the payload. Bucket
             digests can be compared only if a load requests the same entries.
+        uncovered: rank as text -> paths of what moved on that rank between two saves and is in no bucket; ranks without any
+            are left out.
     """
 
     step: int
@@ -94,6 +98,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     buckets: Mapping[str, Mapping[str, str]]
     names: Mapping[str, Mapping[str, str]]
+    uncovered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -177,6 +182,7 @@ def _decode(found: Any) -> Manifest:
         files={name: _file_entry(name, form.child("files").child(name)) for name in form.keys_of("files")},
         buckets={rank: _bucket_digests(rank, form.child("buckets").child(rank)) for rank in form.keys_of("buckets")},
         names={rank: _bucket_digests(rank, form.child("names").child(rank)) for rank in form.keys_of("names")},
+        uncovered=_uncovered(form) if form.integer("format_version") >= _FIRST_WITH_UNCOVERED else {},
     )
     form.refuse_unknown_keys("format", "format_version", "digest", *Manifest.__dataclass_fields__)
     if METADATA_NAME not in manifest.files:
@@ -216,6 +222,17 @@ def _bucket_digests(rank: str, form: JsonObject) -> dict[str, str]:
     if not _RANK.fullmatch(rank):
         raise JsonFormatError(f"a rank that is not a number: {rank[:80]!r}")
     return {bucket: _digest(form, bucket) for bucket in form.value}
+
+
+def _uncovered(form: JsonObject) -> dict[str, tuple[str, ...]]:
+    found = form.child("uncovered")
+    for rank in form.keys_of("uncovered"):
+        if not _RANK.fullmatch(rank):
+            raise JsonFormatError(f"a rank that is no number: {rank[:80]!r}")
+    return {
+        rank: tuple(JsonObject({"path": item}).text("path") for item in found.items(rank, most=_MOST_UNCOVERED))
+        for rank in form.keys_of("uncovered")
+    }
 
 
 def _digest(form: JsonObject, key: str) -> str:

@@ -85,6 +85,7 @@ def draft_manifest(
     files: Mapping[str, FileEntry],
     buckets: Mapping[str, Mapping[str, str]],
     names: Mapping[str, Mapping[str, str]],
+    uncovered: Mapping[str, tuple[str, ...]],
     metrics: Mapping[str, float],
 ) -> Manifest:
     """Return the manifest without the shard files, which are not written yet."""
@@ -102,6 +103,7 @@ def draft_manifest(
         files=dict(files),
         buckets=buckets,
         names=names,
+        uncovered=uncovered,
     )
 
 

@@ -37,6 +37,7 @@ class RankContribution:
         names: bucket -> digest of the names of its entries.
         buckets: bucket -> digest, for the buckets that are digested so far.
         files: path below the step directory -> manifest entry, for the files that are written already.
+        uncovered: paths of what moves on this rank and is not saved.
     """
 
     written: dict[str, Any]
@@ -45,6 +46,7 @@ class RankContribution:
     names: Mapping[str, str]
     buckets: dict[str, str]
     files: dict[str, FileEntry] = field(default_factory=dict)
+    uncovered: tuple[str, ...] = ()
 
     def digest_written(self, written: Mapping[str, WrittenTensor]) -> Mapping[str, str]:
         """Digest the live payload's buckets. Reuses the digests in ``written`` of tensors that share memory with live ones."""
@@ -106,6 +108,7 @@ def prepare(
         device.synchronize(kind)
     buckets = extra.bucket_digests(training_state or {})
     part = RankContribution(payload, flat, layout, name_digests(flat), buckets)
+    contribution.uncovered = tuple((training_state or {}).get(extra.UNCOVERED, ()))
     if how == "thread":
         staged = stager.stage(flat, places)
         part.written = staged.state

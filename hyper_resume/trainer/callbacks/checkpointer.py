@@ -18,6 +18,7 @@ import torch
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_checkpointer
+from hyper_resume.checkpoint.format.extra_state import UNCOVERED
 from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
@@ -30,6 +31,7 @@ from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.restore import restore
 from hyper_resume.trainer.state import TrainerState
 from hyper_resume.trainer.unchanged_buckets import UnchangedBuckets
+from hyper_resume.trainer.uncovered import UncoveredState
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class CheckpointerCallback(Callback):
         self.last_saved: str | None = None
         self._last_saved_step = _NEVER_SAVED
         self._unchanged_buckets = UnchangedBuckets()
+        self._uncovered = UncoveredState(trainer, self.config)
         self._records: Path | None = _trajectory_directory(trainer)
         if self.config.save_optimizer or self.config.restore_optimizer:
             flatten_optimizers(trainer.optimizer)
@@ -94,6 +97,7 @@ class CheckpointerCallback(Callback):
             self.checkpointer.begin_run(
                 self.config.checkpoint_dir, restored_from=path if self.config.restore_train_state else None
             )
+            collective.on_all_ranks(self._uncovered.begin)
         if certificate is not None:
             self._publish(certificate)
 
@@ -103,6 +107,7 @@ class CheckpointerCallback(Callback):
             return
         step = self._state.global_step
         self._unchanged_buckets.note_step(getattr(self._state, "lrs", ()))
+        self._uncovered.after_step()
         if self.config.save_steps > 0 and step % self.config.save_steps == 0:
             self._save_once(step)
 
@@ -182,13 +187,16 @@ class CheckpointerCallback(Callback):
         payload = collective.on_all_ranks(lambda: collect_payload(self.trainer, config))
         check_replicas(_tensors(payload))
         if config.save_train_state:
-            payload["extra_state"] = collective.on_all_ranks(lambda: collect_extra_state(self.trainer))
+            payload["extra_state"] = collective.on_all_ranks(lambda: self._training_state(payload))
         changeable = self._unchanged_buckets.changeable(self.trainer, payload, state.global_step)
         self.checkpointer.save(str(directory), payload, global_step=state.global_step, save_async=save_async, **options)
         for warning in self._unchanged_buckets.check(
             state.global_step, self.checkpointer.last_bucket_digests, changeable
         ):
             logger.warning("%s", warning)
+
+    def _training_state(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        return {**collect_extra_state(self.trainer), UNCOVERED: self._uncovered.at_save(payload)}
 
     def _directory(self) -> Path:
         return Path(self.config.checkpoint_dir) / f"global_step_{self._state.global_step}"

@@ -16,8 +16,8 @@ from hyper_resume.checkpoint.format import manifest
 from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest, Mesh
 from hyper_resume.errors import CheckpointMismatchError
 
-GOLDEN = Path(__file__).parent / "golden" / "manifest_version_2.json"
-EARLIER = Path(__file__).parent / "golden" / "manifest_version_1.json"
+GOLDEN = Path(__file__).parent / "golden" / "manifest_version_3.json"
+EARLIER = [Path(__file__).parent / "golden" / f"manifest_version_{version}.json" for version in (1, 2)]
 DIGEST = "xxh3_128:" + "0123456789abcdef" * 2
 
 WHOLE = Manifest(
@@ -37,6 +37,7 @@ WHOLE = Manifest(
     },
     buckets={"0": {"model": DIGEST, "rng_state": DIGEST}, "3": {}},
     names={"0": {"model": DIGEST}, "3": {}},
+    uncovered={"3": ("trainer.ema.shadow.0", "trainer.stream")},
 )
 
 
@@ -92,12 +93,30 @@ def test_the_own_digest_is_the_one_of_the_canonical_json_without_it() -> None:
     assert json.loads(signed(found)) == found
 
 
-@pytest.mark.parametrize("file", [GOLDEN, EARLIER], ids=["2", "1"])
-def test_the_file_of_each_version_that_was_checked_in_stays_readable(file: Path) -> None:
-    assert manifest.decode(file.read_bytes(), "golden") == WHOLE
+def test_the_file_that_was_checked_in_stays_readable() -> None:
+    assert manifest.decode(GOLDEN.read_bytes(), "golden") == WHOLE
 
 
-def test_the_form_of_version_2_has_not_changed_without_a_new_version() -> None:
+@pytest.mark.parametrize("file", EARLIER, ids=["1", "2"])
+def test_the_files_of_earlier_versions_stay_readable_and_name_nothing_uncovered(file: Path) -> None:
+    assert manifest.decode(file.read_bytes(), "golden") == replace(WHOLE, uncovered={})
+
+
+@pytest.mark.parametrize(
+    ("uncovered", "complaint"),
+    [
+        ({"x": []}, "a rank that is no number"),
+        ({"0": "trainer.ema"}, "uncovered.0"),
+        ({"0": [1]}, "path"),
+        ({"0": ["a"] * 1001}, "uncovered.0"),
+        ([], "uncovered"),
+    ],
+)
+def test_a_list_of_uncovered_state_of_another_form_is_refused(uncovered: Any, complaint: str) -> None:
+    assert complaint in refusal(signed({**plain(), "uncovered": uncovered}))
+
+
+def test_the_form_of_version_3_has_not_changed_without_a_new_version() -> None:
     assert manifest.encode(WHOLE) == GOLDEN.read_bytes()
 
 
@@ -136,9 +155,9 @@ def test_a_changed_value_without_a_new_digest_is_refused() -> None:
 
 
 def test_a_newer_version_is_refused_with_what_to_do() -> None:
-    message = refusal(signed({**plain(), "format_version": 3, "something": "new"}))
-    assert "hyper_resume.manifest of version 3" in message
-    assert "expected: hyper_resume.manifest of version 1 or 2" in message
+    message = refusal(signed({**plain(), "format_version": 4, "something": "new"}))
+    assert "hyper_resume.manifest of version 4" in message
+    assert "expected: hyper_resume.manifest of version 1 or 2 or 3" in message
     assert "resume with the version of hyper_resume that wrote it" in message
 
 
