@@ -108,7 +108,7 @@ def prepare(
         device.synchronize(kind)
     buckets = extra.bucket_digests(training_state or {})
     part = RankContribution(payload, flat, layout, name_digests(flat), buckets)
-    contribution.uncovered = tuple((training_state or {}).get(extra.UNCOVERED, ()))
+    part.uncovered = tuple((training_state or {}).get(extra.UNCOVERED, ()))
     if how == "thread":
         staged = stager.stage(flat, places)
         part.written = staged.state
