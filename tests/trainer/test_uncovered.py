@@ -16,7 +16,7 @@ from hyper_resume.errors import CheckpointMismatchError
 from hyper_resume.state.certificate import Certificate, read_certificate
 from hyper_resume.trainer.callbacks import CheckpointerCallback
 from tests.ranks import run_ranks
-from tests.trainer.duck import make_duck, train_duck
+from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
 
 PATH = "trainer.averages.decay.0"
 
@@ -29,9 +29,9 @@ def keep_average(trainer: Any) -> None:
 
 
 def trained(root: Path, until_step: int, **checkpoint: Any) -> Any:
-    trainer = make_duck(root, save_steps=2, save_epochs=0, **checkpoint)
+    trainer = make_custom_trainer(root, save_steps=2, save_epochs=0, **checkpoint)
     keep_average(trainer)
-    train_duck(trainer, until_step)
+    train_custom_trainer(trainer, until_step)
     return trainer
 
 
@@ -66,7 +66,7 @@ def test_a_restore_of_it_is_degraded_by_name(tmp_path: Path, caplog: pytest.LogC
 
 def test_it_is_refused_before_anything_is_changed_where_differences_are_errors(tmp_path: Path) -> None:
     trained(tmp_path, 4)
-    trainer = make_duck(tmp_path, restore_from="LATEST", on_mismatch="error")
+    trainer = make_custom_trainer(tmp_path, restore_from="LATEST", on_mismatch="error")
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with pytest.raises(CheckpointMismatchError, match=f"stateful: moves and is not saved: {PATH}"):
         CheckpointerCallback(trainer).on_train_begin(trainer.state)
@@ -85,10 +85,10 @@ def test_what_is_declared_or_not_searched_for_is_not_named(tmp_path: Path, check
 
 def test_a_buffer_that_is_not_persistent_makes_the_model_incomplete(tmp_path: Path) -> None:
     def trained_with_buffer(**checkpoint: Any) -> None:
-        trainer = make_duck(tmp_path, save_steps=2, save_epochs=0, **checkpoint)
+        trainer = make_custom_trainer(tmp_path, save_steps=2, save_epochs=0, **checkpoint)
         trainer.model.register_buffer("seen", torch.zeros(1), persistent=False)
         trainer.model.register_forward_pre_hook(lambda module, _: (module.seen.add_(1), None)[1])
-        train_duck(trainer, 4 if not checkpoint else 6)
+        train_custom_trainer(trainer, 4 if not checkpoint else 6)
 
     trained_with_buffer()
     trained_with_buffer(restore_from="LATEST")
@@ -97,19 +97,19 @@ def test_a_buffer_that_is_not_persistent_makes_the_model_incomplete(tmp_path: Pa
 
 
 def test_running_statistics_that_a_save_of_adapters_leaves_out_make_the_model_incomplete(tmp_path: Path) -> None:
-    trainer = make_duck(tmp_path, save_steps=2, save_epochs=0, is_peft=True)
+    trainer = make_custom_trainer(tmp_path, save_steps=2, save_epochs=0, is_peft=True)
     trainer.model.register_buffer("mean", torch.zeros(1))
     trainer.model.register_forward_pre_hook(lambda module, _: (module.mean.add_(1), None)[1])
-    train_duck(trainer, 2)
+    train_custom_trainer(trainer, 2)
     manifest = read_manifest(tmp_path / "global_step_2")
     assert manifest is not None
     assert manifest.uncovered == {"0": ("trainer.model.mean",)}
 
 
 def test_a_trainer_that_holds_only_what_is_saved_has_nothing_uncovered(tmp_path: Path) -> None:
-    trainer = make_duck(tmp_path, save_steps=2, save_epochs=0)
+    trainer = make_custom_trainer(tmp_path, save_steps=2, save_epochs=0)
     trainer.state.note = SimpleNamespace(text="no state")
-    train_duck(trainer, 4)
+    train_custom_trainer(trainer, 4)
     manifest = read_manifest(tmp_path / "global_step_4")
     assert manifest is not None
     assert manifest.uncovered == {}
@@ -118,10 +118,10 @@ def test_a_trainer_that_holds_only_what_is_saved_has_nothing_uncovered(tmp_path:
 def _named_by_each_rank(folder: str) -> None:
     import torch.distributed as dist
 
-    trainer = make_duck(Path(folder), save_steps=2, save_epochs=0)
+    trainer = make_custom_trainer(Path(folder), save_steps=2, save_epochs=0)
     if dist.get_rank() == 1:
         keep_average(trainer)
-    train_duck(trainer, 2)
+    train_custom_trainer(trainer, 2)
 
 
 def test_each_rank_names_what_moves_there(tmp_path: Path) -> None:
