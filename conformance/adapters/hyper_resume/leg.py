@@ -115,7 +115,13 @@ class Leg(EventReporter):
     def checkpointing(self) -> CheckpointingConfig:
         """The ``checkpoint:`` block: only the fields that the case sets."""
         chosen = {name: value for name, value in to_plain(self.given.checkpoint).items() if value is not None}
-        return CheckpointingConfig(checkpoint_dir=self.job.checkpoint_dir, restore_from=self.job.restore_from, **chosen)
+        return CheckpointingConfig(
+            checkpoint_dir=self.job.checkpoint_dir,
+            restore_from=self.job.restore_from,
+            # How often the harness's dataset was read is an observation, and no state of the training.
+            not_saved=("trainer.train_dataloader.dataset.reads",),
+            **chosen,
+        )
 
     def _base_trainer(self) -> BaseTrainer:
         given = self.given
