@@ -68,10 +68,13 @@ class RankHandler(logging.StreamHandler[Any]):
         super().close()
 
     def _release(self, key: int) -> None:
-        _, record = self._held.pop(key, (0.0, None))
-        if record is not None and not self._is_marked(record):
-            with self.lock or threading.Lock():
+        self.acquire()
+        try:
+            _, record = self._held.pop(key, (0.0, None))
+            if record is not None and not self._is_marked(record):
                 self._write(record)
+        finally:
+            self.release()
 
     def _write(self, record: logging.LogRecord) -> None:
         if self._rank != 0 and self.stream.isatty():

@@ -20,13 +20,13 @@ pytestmark = pytest.mark.xdist_group("liveness")
 
 
 def _still(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [message for message in caplog.messages if "nothing of it changed in between" in message]
+    return [message for message in caplog.messages if "nothing in it changed in between" in message]
 
 
 def _expected(bucket: str, step: int, last: int) -> str:
     return (
         f"the {bucket} bucket of global_step {step} has the same digest as that of global_step {last}: "
-        "nothing of it changed in between"
+        "nothing in it changed in between"
     )
 
 
@@ -169,7 +169,7 @@ def _one_position_stands_still(folder: Path) -> list[str]:
     messages = _Messages()
     logging.getLogger("hyper_resume").addHandler(messages)
     train(run_config(folder, training={"max_steps": 4}, save_steps=2), loader=Stuck(batches=9))
-    return [message for message in messages.found if "nothing of it changed" in message]
+    return [message for message in messages.found if "nothing in it changed" in message]
 
 
 def test_the_rank_concerned_warns_and_the_others_do_not(tmp_path: Path) -> None:
