@@ -80,7 +80,7 @@ def test_the_good_directory_is_loaded_in_full_and_without_a_doubt(home: Path, na
     # A tensor that is a segment is known by its digest; this is what a hostile table could lie about.
     data = good_state()["model.whole"].numpy().tobytes()
     assert opened.data_digests == {"model.whole": xxhash.xxh3_128_digest(data)}
-    assert set(opened.proofs) == {SHARD, OTHER_SHARD}
+    assert set(opened.verified_files) == {SHARD, OTHER_SHARD}
 
 
 def test_the_material_is_the_same_bytes_each_time() -> None:
@@ -223,7 +223,7 @@ def _other_place(opened: Opened) -> None:
 
 
 def _other_segments(opened: Opened) -> None:
-    opened.proofs[SHARD].segments.pop(0)
+    opened.verified_files[SHARD].segments.pop(0)
 
 
 def _entry_lost(opened: Opened) -> None:
