@@ -10,7 +10,8 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.ranks import server_context
@@ -22,28 +23,21 @@ def run_module(
     cwd: Path,
     environment: Mapping[str, str] | None = None,
     timeout_seconds: float = 100.0,
-    before: Callable[[], None] | None = None,
+    before: Callable[[], object] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the module as the main program and wait for its end.
-
-    Args:
-        module: as ``python -m`` takes it.
-        arguments: of the command.
-        cwd: where it runs.
-        environment: None is the environment of this process.
-        timeout_seconds: it is killed when it has not ended by then.
-        before: module-level; called in the new process before the module runs.
+    """Run the module as the main program and wait for its end; see :func:`start_module`.
 
     Returns:
         Exit code (a negative one is the signal), standard output and standard error.
 
     Raises:
-        subprocess.TimeoutExpired: it was killed at the limit.
+        subprocess.TimeoutExpired: it was killed after ``timeout_seconds``.
     """
     with tempfile.TemporaryDirectory(prefix="command-") as folder:
-        variables = dict(os.environ if environment is None else environment)
-        process = server_context.Process(target=_become, args=(module, arguments, cwd, variables, folder, before))
-        process.start()
+        stdout, stderr = Path(folder) / "stdout", Path(folder) / "stderr"
+        process = start_module(
+            module, *arguments, cwd=cwd, environment=environment, stdout=stdout, stderr=stderr, before=before
+        )
         try:
             process.join(timeout_seconds)
             if process.is_alive():
@@ -51,21 +45,49 @@ def run_module(
         finally:
             process.kill()
             process.join()
-        stdout, stderr = ((Path(folder) / name).read_text() for name in ("stdout", "stderr"))
-    assert process.exitcode is not None
-    return subprocess.CompletedProcess([module, *arguments], process.exitcode, stdout, stderr)
+        assert process.exitcode is not None
+        return subprocess.CompletedProcess(
+            [module, *arguments], process.exitcode, stdout.read_text(), stderr.read_text()
+        )
 
 
-def _become(
+def start_module(
+    module: str,
+    *arguments: str,
+    cwd: Path,
+    stdout: Path,
+    stderr: Path,
+    environment: Mapping[str, str] | None = None,
+    before: Callable[[], object] | None = None,
+) -> BaseProcess:
+    """Run the module as the main program of a new process, in a session of its own.
+
+    Args:
+        module: as ``python -m`` takes it.
+        arguments: of the command.
+        cwd: where it runs.
+        stdout: the file that it writes to.
+        stderr: likewise; standard input is empty.
+        environment: None is the environment of this process.
+        before: module-level; called in the new process before the module runs.
+    """
+    variables = dict(os.environ if environment is None else environment)
+    process = server_context.Process(target=_run, args=(module, arguments, cwd, variables, (stdout, stderr), before))
+    process.start()
+    return process
+
+
+def _run(
     module: str,
     arguments: tuple[str, ...],
     cwd: Path,
     environment: Mapping[str, str],
-    folder: str,
-    before: Callable[[], None] | None,
+    streams: Sequence[Path],
+    before: Callable[[], object] | None,
 ) -> None:
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT, 0o600)
+    os.setsid()
+    for number, path in enumerate(streams, start=1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(file, number)
         os.close(file)
     os.environ.clear()
