@@ -55,8 +55,8 @@ _PRELOAD = [
     "tests.ranks",
     "tests.frozen",
 ]
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOAD)
+server_context = multiprocessing.get_context("forkserver")
+server_context.set_forkserver_preload(_PRELOAD)
 
 
 class RankFailure(AssertionError):
@@ -104,9 +104,9 @@ def run_ranks(
         processes, pipes = [], []
         try:
             for rank in range(world_size):
-                receiver, sender = _context.Pipe(duplex=False)
+                receiver, sender = server_context.Pipe(duplex=False)
                 arguments = (sender, payload, rank, world_size, store.port, folder, timeout_seconds)
-                process = _context.Process(target=_rank_main, args=arguments, name=f"rank-{rank}")
+                process = server_context.Process(target=_rank_main, args=arguments, name=f"rank-{rank}")
                 process.start()
                 sender.close()
                 processes.append(process)

@@ -17,6 +17,7 @@ import hyper_resume
 from hyper_resume import cli
 from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
 from tests.trainer.tiny_training import disk_listing, saved_steps
+from tests.warm_commands import run_module, start_module
 
 pytestmark = pytest.mark.xdist_group("cli")
 
@@ -39,18 +40,26 @@ def _folder(tmp_path: Path, text: str = TRAIN) -> Path:
     return tmp_path
 
 
-def _start(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command in ``folder``, in a process of its own."""
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in ``folder``, in an interpreter of its own."""
+    command = [sys.executable, "-m", "hyper_resume.cli", *arguments]
     return subprocess.run(
-        [sys.executable, "-m", "hyper_resume.cli", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        **options,
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False
     )
+
+
+def _train(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Train in ``folder``, in a process of its own with torch loaded."""
+    words = ("train", "train.yaml", *arguments)
+    return run_module("hyper_resume.cli", *words, cwd=folder, environment=ENVIRONMENT, **options)
+
+
+def _allow_small_files_only() -> None:
+    # Like a full disk: the shards of this model are some 600 kB.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, 64 * 1024))
 
 
 # ---- train: mistakes
@@ -178,22 +187,24 @@ def test_a_reader_that_goes_away_leaves_no_traceback(trained: tuple[Path, subpro
 
 def test_a_preempted_training_exits_with_75_in_one_line_and_goes_on(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
-    command = [sys.executable, "-m", "hyper_resume.cli", "train", "train.yaml", "--trajectory.dir=trajectory"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     endless = ["--training.max_steps=100000", "--training.num_train_epochs=100000", "--checkpoint.save_epochs=0"]
-    process = subprocess.Popen(
-        [*command, *endless], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    words = ("train", "train.yaml", "--trajectory.dir=trajectory", *endless)
+    stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
+    process = start_module(
+        "hyper_resume.cli", *words, cwd=folder, environment=ENVIRONMENT, stdout=stdout, stderr=stderr
     )
     records = folder / "trajectory" / "trajectory_rank_0.jsonl"
     try:
         while not records.exists():
-            assert process.poll() is None
+            assert process.is_alive()
             time.sleep(0.01)
         process.terminate()
-        _, errors = process.communicate(timeout=100)
+        process.join(100)
     finally:
         process.kill()
-    assert process.returncode == cli.EXIT_PREEMPTED == os.EX_TEMPFAIL
+        process.join()
+    errors = stderr.read_text()
+    assert process.exitcode == cli.EXIT_PREEMPTED == os.EX_TEMPFAIL
     assert "Traceback" not in errors
     (line,) = [line for line in errors.splitlines() if line.startswith("hyper-resume: ")]
     (step,) = saved_steps(folder / "checkpoints")
@@ -201,9 +212,7 @@ def test_a_preempted_training_exits_with_75_in_one_line_and_goes_on(tmp_path: Pa
         f"hyper-resume: preempted: training was preempted by SIGTERM after global_step {step} of 100000"
     )
     assert len(records.read_text().splitlines()) == step
-    ended = _start(
-        folder, "train", "train.yaml", f"--training.max_steps={step + 1}", "--checkpoint.restore_from=LATEST"
-    )
+    ended = _train(folder, f"--training.max_steps={step + 1}", "--checkpoint.restore_from=LATEST")
     assert ended.returncode == 0
     assert f"global_step={step}, start_epoch=" in ended.stderr
 
@@ -241,19 +250,8 @@ def _work_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 def test_a_background_save_that_fails_makes_the_command_exit_with_1(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
-
-    def allow_small_files_only() -> None:
-        # Like a full disk: the shards of this model are some 600 kB.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, 64 * 1024))
-
-    ended = _start(
-        folder,
-        "train",
-        "train.yaml",
-        "--checkpoint.is_async=true",
-        "--checkpoint.save_steps=2",
-        preexec_fn=allow_small_files_only,
-    )
+    words = ("--checkpoint.is_async=true", "--checkpoint.save_steps=2")
+    ended = _train(folder, *words, before=_allow_small_files_only)
     assert ended.returncode == 1
     (error,) = [line for line in ended.stderr.splitlines() if line.startswith("hyper-resume: error: ")]
     assert "the checkpoint was not saved" in error

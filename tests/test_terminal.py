@@ -19,10 +19,12 @@ from hyper_resume import cli
 from hyper_resume.trainer.callbacks import progress
 from st.torchrun import free_port
 from tests.trainer.tiny_training import saved_steps
+from tests.warm_commands import run_module
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-COMMAND = (sys.executable, "-m", "hyper_resume.cli", "train", "train.yaml")
+WORDS = ("hyper_resume.cli", "train", "train.yaml")
+COMMAND = (sys.executable, "-m", *WORDS)
 LIMIT_SECONDS = 100.0
 COLUMNS = 160
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (\[rank \d\] )?(INFO|WARNING) [\w.]+: ")
@@ -108,9 +110,8 @@ def test_on_a_terminal_log_lines_stand_above_the_bar_and_whole(folder: Path) -> 
 
 
 def test_in_a_file_progress_is_a_plain_line_at_the_start_and_at_the_end(folder: Path) -> None:
-    ended = subprocess.run(
-        COMMAND, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True
-    )
+    ended = run_module(*WORDS, cwd=folder, environment=ENVIRONMENT)
+    assert ended.returncode == 0
     assert "\r" not in ended.stderr
     lines = ended.stderr.splitlines()
     progress_lines = [line for line in lines if not LOGGED.match(line)]
@@ -153,14 +154,8 @@ def test_ctrl_c_ends_training_with_one_line_and_130_and_the_named_checkpoint_res
     last, step = int(found[1]), int(found[2])
     assert last >= step >= 4
     assert step in saved_steps(folder / "checkpoints")
-    again = subprocess.run(
-        [*COMMAND, f"--training.max_steps={step + 1}", found[3] + found[4]],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
+    again = run_module(
+        *WORDS, f"--training.max_steps={step + 1}", found[3] + found[4], cwd=folder, environment=ENVIRONMENT
     )
     assert again.returncode == 0
     assert f"Checkpoint loaded successfully: path=checkpoints/global_step_{step}, global_step={step}," in again.stderr

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from conformance.matrix.platforms import Platform, find_platform, load_platforms
 from st.hardware import missing_hardware
+from tests.warm_commands import run_module
 
 CHECKOUT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -46,13 +46,10 @@ def test_what_is_there_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def pytest_of(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "tests.st.run_scenarios", "st/test_scenarios.py"]
+    command = ["-p", "tests.st.run_scenarios", "st/test_scenarios.py"]
     words = ["-m", "npu4", "--st-results", str(folder / "results"), *options]
     # Wide, because pytest cuts its summary to the terminal's width.
-    environment = {**os.environ, "COLUMNS": "1000"}
-    return subprocess.run(
-        [*command, *words], cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=100
-    )
+    return run_module("pytest", *command, *words, cwd=CHECKOUT, environment={**os.environ, "COLUMNS": "1000"})
 
 
 def test_scenarios_of_a_platform_that_is_not_there_are_skipped_with_a_line_each_and_exit_code_0(tmp_path: Path) -> None:
@@ -75,17 +72,8 @@ def test_a_required_platform_that_is_not_there_fails_every_scenario_and_the_run(
 
 
 def test_the_command_line_says_it_once_and_exits_1(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.st.run_scenarios",
-        "run",
-        "--platform",
-        "npu4",
-        "--results",
-        str(tmp_path / "r"),
-    ]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=100)
+    words = ["run", "--platform", "npu4", "--results", str(tmp_path / "r")]
+    done = run_module("tests.st.run_scenarios", *words, cwd=CHECKOUT)
     assert done.returncode == 1
     assert done.stderr.startswith("unsupported: npu4 needs 4000 NPU devices; looked for npu-smi: ")
     assert done.stderr.count("\n") == 1

@@ -6,20 +6,19 @@ Tests that need mpiexec are in ``st/rank_side_selftest``, which ``tox -e mpi`` r
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from st.rank_side.agreement import Outcome, explain, shorten
 from st.rank_side.harness import rank_file
+from tests.warm_commands import run_module
 
 ROOT = Path(__file__).parents[2]
 
 
 def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return run_module("pytest", "-p", "no:cacheprovider", *arguments, cwd=ROOT)
 
 
 def test_without_mpi_the_tests_are_refused_with_what_to_type() -> None:

@@ -14,11 +14,13 @@ from conformance.adapters.hyper_resume.lifecycle import join_group, leave_group,
 from conformance.running.adapter import Job
 from conformance.running.probe import Probe
 from hyper_resume.cli import EXIT_PREEMPTED
+from hyper_resume.config import RunConfig
 from hyper_resume.errors import PreemptedError
 
 
 def prepare() -> None:
-    """Import now what torch imports at a first use, so that every fork has it. Computes nothing."""
+    """Load now what is loaded at a first use, so that every fork has it. Computes nothing."""
+    RunConfig()  # makes the validator of all blocks, a tenth of a second
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     torch.optim.lr_scheduler.ConstantLR(optimizer)
 

@@ -23,6 +23,7 @@ from conformance.plain_data.serial import to_plain
 from conformance.running.adapter import Job
 from conformance.running.probe import Probe
 from hyper_resume import cli
+from hyper_resume.config import RunConfig
 from hyper_resume.config.load import resolve_config
 from hyper_resume.errors import HyperResumeError
 from hyper_resume.state.optimizer import flatten_optimizers
@@ -42,7 +43,8 @@ _LATE_IMPORTS = (
 
 
 def prepare() -> None:
-    """Import now what is imported at a first use, so that every fork has it. Computes nothing."""
+    """Load now what is loaded at a first use, so that every fork has it. Computes nothing."""
+    RunConfig()  # makes the validator of all blocks, a tenth of a second
     for name in _LATE_IMPORTS:
         importlib.import_module(name)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
