@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 import xxhash
 
 from hyper_resume.errors import CheckpointMismatchError, describe
+
+
+class IndexOwner(Protocol):
+    """The pass that an index side belongs to."""
+
+    def before_iteration(self, made: int) -> None:
+        """The sampler's iterator is about to be made; ``made`` of them were made before."""
+        ...
+
+    def before_draw(self, number: int) -> None:
+        """Index batch ``number`` (from 0) is about to be drawn."""
+        ...
 
 
 class DrawnIndices:
@@ -20,13 +33,11 @@ class DrawnIndices:
 
     Args:
         sampler: the loader's own; asked exactly when, and as often as, torch would ask it.
-        before_iteration: called before the sampler's iterator is made, with how many were made before.
-        before_draw: called with the number of the index batch that is drawn next, from 0, once ``watches`` is set.
+        owner: asked before the sampler's iterator is made, and before each draw; held weakly, because torch's iterator holds
+            this object, and an iterator of workers in a cycle might be collected in a process that was forked from this one.
     """
 
-    def __init__(
-        self, sampler: Any, before_iteration: Callable[[int], None], before_draw: Callable[[int], None] | None
-    ) -> None:
+    def __init__(self, sampler: Any, owner: IndexOwner) -> None:
         """Draw nothing yet."""
         self.sampler = sampler
         self.is_held = False
@@ -37,8 +48,7 @@ class DrawnIndices:
         self.consumed_digest = _EMPTY
         self.drawn_digest = _EMPTY
         self._waiting: deque[tuple[Any, bytes]] = deque()
-        self._before_iteration = before_iteration
-        self._before_draw = before_draw
+        self._owner = weakref.ref(owner)
         self._made = 0
         self._expected: tuple[int, bytes] | None = None
         self._hasher = xxhash.xxh3_128()
@@ -56,7 +66,9 @@ class DrawnIndices:
 
     def __iter__(self) -> _Draws:
         """Make the sampler's iterator, as torch does once or twice for a pass."""
-        self._before_iteration(self._made)
+        owner = self._owner()
+        if owner is not None:
+            owner.before_iteration(self._made)
         self._made += 1
         self._iterator = iter(self.sampler)
         return _Draws(self)
@@ -70,8 +82,9 @@ class DrawnIndices:
         """
         if self.is_held:
             raise StopIteration
-        if self._before_draw is not None:
-            self._before_draw(self.drawn)
+        owner = self._owner()
+        if owner is not None:
+            owner.before_draw(self.drawn)
         try:
             index = next(self._iterator)
         except StopIteration:

@@ -31,6 +31,7 @@ _LEAVES: Final = (
 )
 _PACKAGES_NOT_ENTERED: Final = frozenset(
     (
+        "accelerate.state",
         "asyncio",
         "concurrent",
         "io",

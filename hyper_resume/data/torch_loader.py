@@ -58,13 +58,16 @@ class MapSource:
         self.latest: list[WorkerState | None] = [None] * base.num_workers
         # The streams before persistent workers were started; they decide the workers' seed for all epochs.
         self.birth: Mapping[str, Any] | None = None
-        self.current: MapPass | None = None
+        # Held weakly, because a pass holds this object; see DrawnIndices for why there must be no cycle.
+        self._current: weakref.ref[MapPass] | None = None
+        self._indices: DrawnIndices | None = None
 
     def open(self, epoch: int, restored: Mapping[str, Any] | None, *, goes_on: bool) -> MapPass:
         """Begin ``epoch``, or go on in it behind what ``restored`` had consumed."""
         self.settle()
-        self.current = MapPass(self, epoch, restored, goes_on=goes_on)
-        return self.current
+        opened = MapPass(self, epoch, restored, goes_on=goes_on)
+        self._current, self._indices = weakref.ref(opened), opened.indices
+        return opened
 
     def between(self) -> dict[str, Any]:
         """What the next epoch depends on, between two passes."""
@@ -78,9 +81,9 @@ class MapSource:
     def settle(self) -> None:
         """Take in what persistent workers still read for a pass that was left early; nothing new is given to them."""
         iterator = self.base._iterator if self.is_persistent else None
-        if iterator is None or self.current is None or self.current.is_open:
+        if iterator is None or self._indices is None or self._open_pass() is not None:
             return
-        self.current.indices.is_held = True
+        self._indices.is_held = True
         waiting = -1
         while iterator._task_info and waiting != len(iterator._task_info):
             waiting = len(iterator._task_info)
@@ -90,6 +93,17 @@ class MapSource:
                 break
             except Exception:  # noqa: BLE001 - a batch that nobody takes
                 continue
+
+    def arrive(self, worker: int, state: WorkerState) -> None:
+        """A worker's batch has come to this process."""
+        self.latest[worker] = state
+        current = self._open_pass()
+        if current is not None:
+            current.arrive(worker, state)
+
+    def _open_pass(self) -> MapPass | None:
+        current = self._current() if self._current is not None else None
+        return current if current is not None and current.is_open else None
 
     def describe(self) -> dict[str, Any]:
         """What the position is a position in; plain values."""
@@ -145,10 +159,7 @@ class MapPass(Pass):
                 self._workers, source.latest = list(states), list(states)
         self._start = self._saved["start"] if self._saved is not None else source.start()
         self._birth = (saved_birth if source.is_persistent else None) or self._start
-        watches = source.reads_ahead and workers == 0
-        self.indices = DrawnIndices(
-            base.__dict__[source.sampler_key], self._before_iteration, self._before_draw if watches else None
-        )
+        self.indices = DrawnIndices(base.__dict__[source.sampler_key], self)
         if self._saved is not None:
             source.put(self._start)
         set_epoch_everywhere(source.loader, epoch)
@@ -282,14 +293,17 @@ class MapPass(Pass):
             self._source.held.put(saved["held"])
         put_streams(self._streams_now, self._source.device_type)
 
-    def _before_iteration(self, made: int) -> None:
+    def before_iteration(self, made: int) -> None:
+        """Part of :class:`~hyper_resume.data.drawn_indices.IndexOwner`."""
         if made == 1 and self._birth is not self._start:
             # torch asks for the second time when the workers run: from here on it is this epoch, not the first.
             self._source.put(self._start)
             set_epoch_everywhere(self._source.loader, self._epoch)
 
-    def _before_draw(self, number: int) -> None:
+    def before_draw(self, number: int) -> None:
         """Only for a loader that reads ahead in this process: note, or put back, what each read ahead begins with."""
+        if not self._source.reads_ahead or self._source.base.num_workers > 0:
+            return
         saved = self._saved
         if saved is not None:
             at = number - saved["batches_consumed"]
@@ -303,22 +317,25 @@ class MapPass(Pass):
         self._ahead.append(self._source.start())
 
     def arrive(self, worker: int, state: WorkerState) -> None:
-        """A worker's batch has come to this process; training gets it now or later."""
+        """A worker's batch of this pass has come to this process; training gets it now or later."""
         self._arrived.append((worker, state))
 
 
 def _unwrap_batches(live: Any, source: MapSource) -> None:
-    """Let torch's iterator hand out plain batches, and note the state that came with each."""
-    reference = weakref.ref(live)
+    """Let torch's iterator hand out plain batches, and note the state that came with each.
+
+    It must not hold the source, which holds the loader, which holds the iterator (see :class:`DrawnIndices`).
+    """
+    live_reference, source_reference = weakref.ref(live), weakref.ref(source)
 
     def process(data: Any, worker: int, *further: Any) -> Any:
-        iterator: Any = reference()
+        iterator: Any = live_reference()
         result = type(iterator)._process_data(iterator, data, worker, *further)
         if not isinstance(result, CarriedBatch):
             return result
-        source.latest[worker] = result.state
-        if source.current is not None and source.current.is_open:
-            source.current.arrive(worker, result.state)
+        owner = source_reference()
+        if owner is not None:
+            owner.arrive(worker, result.state)
         return result.batch
 
     live._process_data = process
