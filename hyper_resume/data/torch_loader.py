@@ -151,7 +151,8 @@ class MapPass(Pass):
         if restored is not None:
             if not goes_on:
                 source.held.put(restored["held"])
-            saved_birth = restored.get("birth")
+            # Without one the epoch that was saved was the first of the workers.
+            saved_birth = restored.get("birth") or (None if goes_on else restored.get("start"))
             states = restored.get("workers", [])
             if not goes_on:
                 states = restored.get("workers_at_end", states) if source.is_persistent else []

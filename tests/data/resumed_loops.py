@@ -1,4 +1,4 @@
-"""Run a loop over a loader, stop it at every position, resume each stop in a new loader, and compare everything that follows."""
+"""Run a loop, stop it at every position, resume each stop with a new loader, and compare everything that follows."""
 
 from __future__ import annotations
 
@@ -61,11 +61,14 @@ def body(epoch: int, batch: Any, *, draws: bool) -> Step:
     return Step(epoch, repr(batch), drawn)
 
 
-def plain_steps(loader: Any, epochs: int, set_epoch: Callable[[int], None], *, draws: bool) -> list[Step]:
+def plain_run(
+    make: Callable[[], Any], epochs: int, set_epoch: Callable[[Any, int], None], *, draws: bool
+) -> list[Step]:
     """The loop that everybody writes."""
-    steps = []
+    seed_everything(11)
+    loader, steps = make(), []
     for epoch in range(epochs):
-        set_epoch(epoch)
+        set_epoch(loader, epoch)
         for batch in loader:
             steps.append(body(epoch, batch, draws=draws))
     return steps
@@ -87,7 +90,13 @@ def put(position: ResumableLoader, stop: Stop) -> None:
 
 
 def steps_of(
-    position: ResumableLoader, epochs: int, *, draws: bool, stops: list[Stop] | None = None, done: int = 0, most: int = 10**6
+    position: ResumableLoader,
+    epochs: int,
+    *,
+    draws: bool,
+    stops: list[Stop] | None = None,
+    done: int = 0,
+    most: int = 10**6,
 ) -> Iterator[Step]:
     """The loop with a position; ``stops`` gets a checkpoint at every place where one can be taken."""
     for epoch in range(position.start_epoch, epochs):
@@ -128,10 +137,7 @@ def assert_exact(
     every: int = 1,
 ) -> list[Step]:
     """Compare the run with the plain loop, then resume at every stop, and once more two steps behind it."""
-    seed_everything(11)
-    loader = make()
-    plain = plain_steps(loader, epochs, lambda epoch: set_epoch(loader, epoch), draws=draws)
-    del loader
+    plain = plain_run(make, epochs, set_epoch, draws=draws)
     whole, stops = whole_run(make, epochs, draws=draws)
     assert whole == plain
     assert len(stops) == len(whole) + epochs + 1

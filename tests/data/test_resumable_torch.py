@@ -103,9 +103,13 @@ MAKERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "shuffled": lambda: loader(shuffle=True),
     "shuffled by a generator": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(5)),
     "in order": lambda: loader(),
-    "with replacement": lambda: loader(sampler=RandomSampler(range(LENGTH), replacement=True, num_samples=70), batch_size=15),
+    "with replacement": lambda: loader(
+        sampler=RandomSampler(range(LENGTH), replacement=True, num_samples=70), batch_size=15
+    ),
     "with replacement by a generator": lambda: loader(
-        sampler=RandomSampler(range(LENGTH), replacement=True, num_samples=70, generator=torch.Generator().manual_seed(6)),
+        sampler=RandomSampler(
+            range(LENGTH), replacement=True, num_samples=70, generator=torch.Generator().manual_seed(6)
+        ),
         batch_size=15,
     ),
     "weighted": lambda: loader(sampler=WeightedRandomSampler([1.0, 2.0, 3.0], LENGTH)),
@@ -146,9 +150,12 @@ def init_draws(worker_id: int) -> None:
 WITH_WORKERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "shuffled": lambda: loader(shuffle=True, num_workers=2, prefetch_factor=1),
     "replaced, by a generator": lambda: loader(
-        num_workers=2, sampler=RandomSampler(range(LENGTH), replacement=True, generator=torch.Generator().manual_seed(6))
+        num_workers=2,
+        sampler=RandomSampler(range(LENGTH), replacement=True, generator=torch.Generator().manual_seed(6)),
     ),
-    "worker_init_fn": lambda: loader(shuffle=True, num_workers=2, worker_init_fn=init_draws, generator=torch.Generator()),
+    "worker_init_fn": lambda: loader(
+        shuffle=True, num_workers=2, worker_init_fn=init_draws, generator=torch.Generator()
+    ),
     "dataset with generators": lambda: loader(OwnGenerators(LENGTH), shuffle=True, num_workers=2),
     "persistent": lambda: loader(shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=1),
     "persistent, eager sampler": lambda: loader(
