@@ -293,7 +293,8 @@ def _source_of_torch(loader: Any, device_type: str) -> Source:
     is_dispatched = base is not loader and type(loader).__name__ == "DataLoaderDispatcher"
     _check_torch(loader, base)
     is_iterable = isinstance(base.dataset, IterableDataset)
-    if base is loader and _has_own_state(loader) and (is_iterable or _is_stateful_data(loader)):
+    # Over iterable data without a state torchdata reads again itself, and counts twice what it read: a second resume is lost.
+    if base is loader and _has_own_state(loader) and (_has_own_state(base.dataset) or not _iterates_as_torch(base)):
         return StatefulSource(loader, device_type)
     if is_iterable or is_dispatched or not _iterates_as_torch(base):
         return ReplaySource(loader, device_type, in_workers=base.num_workers > 0)
@@ -324,10 +325,6 @@ def _has_own_state(loader: Any) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _is_stateful_data(loader: Any) -> bool:
-    return _has_own_state(loader.dataset) or not _iterates_as_torch(loader)
-
-
 def _iterates_as_torch(base: Any) -> bool:
     """Whether each batch is one index batch of the sampler: a subclass with its own ``__iter__`` may give others."""
     method = type(base).__iter__
@@ -338,6 +335,14 @@ def _standing_doubts(loader: Any, source: Source) -> list[str]:
     if isinstance(source, ReplaySource) and source.in_workers and getattr(loader, "persistent_workers", False):
         return [
             "persistent workers that read iterable data carry what they drew into the next epoch, which a replay can't"
+        ]
+    if (
+        isinstance(source, StatefulSource)
+        and isinstance(loader, torch.utils.data.DataLoader)
+        and loader.num_workers > 0
+    ):
+        return [
+            "the state of this loader leaves out what its workers draw from: a dataset with a state that draws goes on otherwise"
         ]
     return []
 

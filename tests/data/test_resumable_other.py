@@ -145,6 +145,9 @@ def test_stateful_dataloader_over_map_style_data_with_workers(options: dict[str,
 
 def test_stateful_dataloader_over_iterable_data() -> None:
     assert_exact(lambda: stateful(StatefulStream()))
+    assert ResumableLoader(stateful(StatefulStream())).kind == "stateful"
+    assert ResumableLoader(stateful(StatefulStream())).doubts == []
+    assert "what its workers draw from" in ResumableLoader(stateful(StatefulStream(), num_workers=1)).doubts[0]
     assert_exact(lambda: stateful(Stream(), num_workers=2), every=3)
 
 
