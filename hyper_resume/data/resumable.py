@@ -27,18 +27,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-import torch.utils.data
-from torch.utils.data import IterableDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-from hyper_resume.data.loader import DataLoader
-from hyper_resume.data.other_loaders import OwnSource, ReplaySource, StatefulSource
+from hyper_resume.data.loader_kinds import source_of, standing_doubts, unsupported
+from hyper_resume.data.other_loaders import OwnSource
 from hyper_resume.data.passes import Pass, Source, length_of
 from hyper_resume.data.saved_state import is_count
-from hyper_resume.data.torch_loader import MapSource
 from hyper_resume.errors import CheckpointMismatchError, ConfigError, UnsupportedError, describe
 
 logger = logging.getLogger(__name__)
@@ -56,15 +51,19 @@ class ResumableLoader:
         loader: a torch ``DataLoader``, a loader with ``state_dict`` and ``load_state_dict``, or any iterable that can be read
             once an epoch. It is not to be iterated by others while a pass over it is open.
         device_type: the kind of device ("cpu", "cuda", "npu") whose random stream is put back along with the host's.
+        outlived_signals: names of signals that end no worker of a torch loader over map-style data, because training saves and
+            leaves on them.
 
     Raises:
         UnsupportedError: the loader can't be resumed; the message says why.
     """
 
-    def __init__(self, loader: Any, *, device_type: str = "cpu") -> None:
+    def __init__(self, loader: Any, *, device_type: str = "cpu", outlived_signals: Sequence[str] = ()) -> None:
         """Find out what kind of loader it is. Nothing is read, and no stream moves."""
+        if isinstance(loader, ResumableLoader):
+            raise unsupported(loader, "it is a ResumableLoader already", "use it as it is")
         self.loader = loader
-        self._source: Source = _source_of(loader, device_type)
+        self._source: Source = source_of(loader, device_type, outlived_signals)
         self._epoch = 0
         self._consumed = 0
         self._finished = False
@@ -115,7 +114,7 @@ class ResumableLoader:
     @property
     def doubts(self) -> list[str]:
         """Why the position that was restored, or this loader, might not be exact; empty when it is."""
-        return [*_standing_doubts(self.loader, self._source), *self._doubts]
+        return [*standing_doubts(self.loader, self._source), *self._doubts]
 
     def batches(self, epoch: int) -> Generator[Any, None, None]:
         """Give the batches of ``epoch``, or of what is left of it in the first pass after :meth:`load_state_dict`.
@@ -267,86 +266,6 @@ class ResumableLoader:
             logger.warning("%s gives more batches than its length %d", type(self.loader).__name__, length)
 
 
-def _source_of(loader: Any, device_type: str) -> Source:
-    if isinstance(loader, ResumableLoader):
-        raise _unsupported(loader, "it is a ResumableLoader already", "use it as it is")
-    if isinstance(loader, DataLoader):
-        return OwnSource(loader)
-    if isinstance(loader, torch.utils.data.DataLoader):
-        return _source_of_torch(loader, device_type)
-    if _has_own_state(loader):
-        return StatefulSource(loader, device_type)
-    if isinstance(loader, Iterator):
-        raise _unsupported(
-            loader, "it can be read only once", "give what it is made from, which gives an iterator each epoch"
-        )
-    if isinstance(loader, (set, frozenset)):
-        raise _unsupported(loader, "a set has no order that another process has too", "give a list")
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise _unsupported(loader, "it can't be iterated", "give an iterable")
-    return ReplaySource(loader, device_type, in_workers=False)
-
-
-def _source_of_torch(loader: Any, device_type: str) -> Source:
-    # A loader prepared by accelerate says that it is torch's class, has a state_dict in any case, and holds the real loader.
-    base = vars(loader).get("base_dataloader", loader)
-    is_dispatched = base is not loader and type(loader).__name__ == "DataLoaderDispatcher"
-    _check_torch(loader, base)
-    is_iterable = isinstance(base.dataset, IterableDataset)
-    # Over iterable data without a state torchdata reads again itself, and counts twice what it read: a second resume is lost.
-    if base is loader and _has_own_state(loader) and (_has_own_state(base.dataset) or not _iterates_as_torch(base)):
-        return StatefulSource(loader, device_type)
-    if is_iterable or is_dispatched or not _iterates_as_torch(base):
-        return ReplaySource(loader, device_type, in_workers=base.num_workers > 0)
-    return MapSource(loader, base, device_type)
-
-
-def _check_torch(loader: Any, base: Any) -> None:
-    if base.num_workers > 0 and not getattr(base, "in_order", True):
-        raise _unsupported(loader, "in_order=False gives batches in the order of their arrival", "leave in_order=True")
-    alive = [name for item in (loader, base) for name, value in vars(item).items() if _is_alive(item, name, value)]
-    if alive:
-        reason = f"its attribute {alive[0]} is an iterator that has begun, whose position can't be known"
-        raise _unsupported(loader, reason, "give a new loader, whose __iter__ makes an iterator for each epoch")
-    for name in ("sampler", "batch_sampler"):
-        if isinstance(vars(base)[name], Iterator):
-            reason = f"its {name} is an iterator, which gives one epoch only"
-            raise _unsupported(loader, reason, f"give a {name} whose __iter__ makes an iterator for each epoch")
-
-
-def _is_alive(loader: Any, name: str, value: Any) -> bool:
-    if not isinstance(value, _BaseDataLoaderIter):
-        return False
-    # torchdata keeps the last iterator, and makes another one for the next epoch.
-    return name != "_iterator" or loader.persistent_workers
-
-
-def _has_own_state(loader: Any) -> bool:
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _iterates_as_torch(base: Any) -> bool:
-    """Whether each batch is one index batch of the sampler: a subclass with its own ``__iter__`` may give others."""
-    method = type(base).__iter__
-    return method.__module__ in ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
-
-
-def _standing_doubts(loader: Any, source: Source) -> list[str]:
-    if isinstance(source, ReplaySource) and source.in_workers and getattr(loader, "persistent_workers", False):
-        return [
-            "persistent workers that read iterable data carry what they drew into the next epoch, which a replay can't"
-        ]
-    if (
-        isinstance(source, StatefulSource)
-        and isinstance(loader, torch.utils.data.DataLoader)
-        and loader.num_workers > 0
-    ):
-        return [
-            "the state of this loader leaves out what its workers draw from: a dataset with a state that draws goes on otherwise"
-        ]
-    return []
-
-
 def _check(state: Mapping[str, Any], kind: str) -> None:
     missing = [key for key in _KEYS if key not in state]
     if missing:
@@ -368,12 +287,6 @@ def _check(state: Mapping[str, Any], kind: str) -> None:
             f"epoch={state['epoch']!r}, batches_consumed={state['batches_consumed']!r}, finished={state['finished']!r}"
         )
         raise CheckpointMismatchError(describe("the saved data position can't be read", found=found))
-
-
-def _unsupported(loader: Any, reason: str, do: str) -> UnsupportedError:
-    return UnsupportedError(
-        describe("this data loader can't be resumed", where=type(loader).__name__, found=reason, do=do)
-    )
 
 
 def _two_loops(loader: Any) -> UnsupportedError:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hyper_resume.data.drawn_indices import DrawnIndices, sampler_name
@@ -29,15 +29,17 @@ class MapSource:
         loader: what the user iterates.
         base: the torch ``DataLoader`` in it, or the same object.
         device_type: the kind of device whose stream is put back with the host's.
+        outlived_signals: names of signals that end no worker.
     """
 
     kind = "torch map-style"
 
-    def __init__(self, loader: Any, base: Any, device_type: str) -> None:
+    def __init__(self, loader: Any, base: Any, device_type: str, outlived_signals: Sequence[str] = ()) -> None:
         """Note the counters of samplers and dataset as they are now."""
         self.loader = loader
         self.base = base
         self.device_type = device_type
+        self.outlived_signals = tuple(outlived_signals)
         # accelerate reads one batch ahead of what it hands out.
         self.reads_ahead = loader is not base
         self.is_persistent = bool(base.persistent_workers and base.num_workers > 0)
@@ -272,7 +274,7 @@ class MapPass(Pass):
         if base.num_workers > 0:
             counters = source.dataset_counters
             own["collate_fn"] = CarryingCollate(base.collate_fn, counters)
-            own["worker_init_fn"] = WorkerStart(base.worker_init_fn, self._workers, counters)
+            own["worker_init_fn"] = WorkerStart(base.worker_init_fn, self._workers, counters, source.outlived_signals)
         # torch's loader forbids the assignment, because an iterator that lives does not follow it.
         before = {name: base.__dict__[name] for name in own}
         base.__dict__.update(own)

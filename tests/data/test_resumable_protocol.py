@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import random
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -340,3 +342,13 @@ def test_reading_again_logs_how_much(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         next(position.batches(0))
     assert "DataLoader has no position: 3 batches are read again and dropped" in caplog.text
+
+
+def test_a_worker_outlives_the_signals_that_are_named() -> None:
+    position = ResumableLoader(loader(num_workers=1), outlived_signals=["SIGTERM"])
+    batches = position.batches(0)
+    before = set(multiprocessing.active_children())
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - before
+    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+    assert len(list(batches)) == 4
