@@ -1,4 +1,4 @@
-"""What a loader's samplers and dataset keep for themselves: random generators and counters, found by looking.
+"""What a loader's samplers and dataset keep for themselves: random generators and counters, found by walking their attributes.
 
 A sampler may have a generator of its own (``torch.Generator``, ``random.Random``, NumPy's), and may count its passes. Both
 decide the order of an epoch, and neither is in a ``state_dict``. They are found by walking the attributes of a few roots;

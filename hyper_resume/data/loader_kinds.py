@@ -17,7 +17,7 @@ from hyper_resume.data.torch_loader import MapSource
 from hyper_resume.errors import UnsupportedError, describe
 
 
-def source_of(loader: Any, device_type: str, outlived_signals: Sequence[str]) -> Source:
+def source_of(loader: Any, device_type: str, ignored_signals: Sequence[str]) -> Source:
     """Find out what kind of loader it is. Nothing is read.
 
     Raises:
@@ -26,7 +26,7 @@ def source_of(loader: Any, device_type: str, outlived_signals: Sequence[str]) ->
     if isinstance(loader, DataLoader):
         return OwnSource(loader)
     if isinstance(loader, torch.utils.data.DataLoader):
-        return _source_of_torch(loader, device_type, outlived_signals)
+        return _source_of_torch(loader, device_type, ignored_signals)
     if _has_own_state(loader):
         return StatefulSource(loader, device_type)
     if isinstance(loader, Iterator):
@@ -40,7 +40,7 @@ def source_of(loader: Any, device_type: str, outlived_signals: Sequence[str]) ->
     return ReplaySource(loader, device_type, in_workers=False)
 
 
-def _source_of_torch(loader: Any, device_type: str, outlived_signals: Sequence[str]) -> Source:
+def _source_of_torch(loader: Any, device_type: str, ignored_signals: Sequence[str]) -> Source:
     # A loader prepared by accelerate says that it is torch's class, has a state_dict in any case, and holds the real loader.
     base = vars(loader).get("base_dataloader", loader)
     is_dispatched = base is not loader and type(loader).__name__ == "DataLoaderDispatcher"
@@ -51,7 +51,7 @@ def _source_of_torch(loader: Any, device_type: str, outlived_signals: Sequence[s
         return StatefulSource(loader, device_type)
     if is_iterable or is_dispatched or not _iterates_as_torch(base):
         return ReplaySource(loader, device_type, in_workers=base.num_workers > 0)
-    return MapSource(loader, base, device_type, outlived_signals)
+    return MapSource(loader, base, device_type, ignored_signals)
 
 
 def _check_torch(loader: Any, base: Any) -> None:

@@ -13,7 +13,7 @@ class Pass(Iterator[Any]):
 
     @property
     def sample_ids(self) -> list[int]:
-        """Dataset indices of the batch last handed out; empty where the loader doesn't give them."""
+        """Dataset indices of the batch last returned; empty where the loader doesn't give them."""
         return []
 
     def is_over(self, consumed: int, length: int | None) -> bool:
@@ -21,7 +21,7 @@ class Pass(Iterator[Any]):
         return length is not None and consumed >= length
 
     def state(self) -> dict[str, Any]:
-        """What a resume behind the batch last handed out needs, also after :meth:`close`; plain values and tensors."""
+        """What a resume behind the batch last returned needs, also after :meth:`close`; plain values and tensors."""
         raise NotImplementedError
 
     def close(self) -> None:

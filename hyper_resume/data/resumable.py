@@ -33,7 +33,7 @@ from typing import Any
 from hyper_resume.data.loader_kinds import source_of, standing_doubts, unsupported
 from hyper_resume.data.other_loaders import OwnSource
 from hyper_resume.data.passes import Pass, Source, length_of
-from hyper_resume.data.saved_state import is_count
+from hyper_resume.data.saved_state import is_non_negative_int
 from hyper_resume.errors import CheckpointMismatchError, ConfigError, UnsupportedError, describe
 
 logger = logging.getLogger(__name__)
@@ -51,19 +51,19 @@ class ResumableLoader:
         loader: a torch ``DataLoader``, a loader with ``state_dict`` and ``load_state_dict``, or any iterable that can be read
             once an epoch. It is not to be iterated by others while a pass over it is open.
         device_type: the kind of device ("cpu", "cuda", "npu") whose random stream is put back along with the host's.
-        outlived_signals: names of signals that end no worker of a torch loader over map-style data, because training saves and
-            leaves on them.
+        ignored_signals: names of signals that the workers of a torch loader over map-style data ignore, because training saves
+            and ends when it receives them.
 
     Raises:
         UnsupportedError: the loader can't be resumed; the message says why.
     """
 
-    def __init__(self, loader: Any, *, device_type: str = "cpu", outlived_signals: Sequence[str] = ()) -> None:
+    def __init__(self, loader: Any, *, device_type: str = "cpu", ignored_signals: Sequence[str] = ()) -> None:
         """Find out what kind of loader it is. Nothing is read, and no stream moves."""
         if isinstance(loader, ResumableLoader):
             raise unsupported(loader, "it is a ResumableLoader already", "use it as it is")
         self.loader = loader
-        self._source: Source = source_of(loader, device_type, outlived_signals)
+        self._source: Source = source_of(loader, device_type, ignored_signals)
         self._epoch = 0
         self._consumed = 0
         self._finished = False
@@ -93,7 +93,7 @@ class ResumableLoader:
 
     @property
     def batches_consumed(self) -> int:
-        """Batches of this epoch handed out, in all processes that had a part in it."""
+        """Batches of this epoch returned, in all processes that had a part in it."""
         return self._consumed
 
     @property
@@ -108,7 +108,7 @@ class ResumableLoader:
 
     @property
     def sample_ids(self) -> list[int]:
-        """Dataset indices of the batch last handed out; empty where the loader doesn't give them."""
+        """Dataset indices of the batch last returned; empty where the loader doesn't give them."""
         return self._pass.sample_ids if self._pass is not None else []
 
     @property
@@ -131,7 +131,7 @@ class ResumableLoader:
             CheckpointMismatchError: the loader does not give again what was consumed.
             UnsupportedError: another pass over the same loader was begun while this one was open.
         """
-        if not is_count(epoch):
+        if not is_non_negative_int(epoch):
             raise ConfigError(describe("batches() needs an epoch from 0 up", found=repr(epoch)))
         return self._read(epoch)
 
@@ -157,7 +157,7 @@ class ResumableLoader:
             current.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as of the batch last handed out: plain values and tensors. Reads nothing, moves no stream.
+        """The position as of the batch last returned: plain values and tensors. Reads nothing, moves no stream.
 
         May be called between any two batches, before the first and after the last of an epoch.
         """
@@ -282,7 +282,11 @@ def _check(state: Mapping[str, Any], kind: str) -> None:
                 do="resume with the kind of loader that was saved",
             )
             raise CheckpointMismatchError(message)
-    if not (is_count(state["epoch"]) and is_count(state["batches_consumed"]) and isinstance(state["finished"], bool)):
+    if not (
+        is_non_negative_int(state["epoch"])
+        and is_non_negative_int(state["batches_consumed"])
+        and isinstance(state["finished"], bool)
+    ):
         found = (
             f"epoch={state['epoch']!r}, batches_consumed={state['batches_consumed']!r}, finished={state['finished']!r}"
         )

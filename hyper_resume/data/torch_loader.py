@@ -29,18 +29,18 @@ class MapSource:
         loader: what the user iterates.
         base: the torch ``DataLoader`` in it, or the same object.
         device_type: the kind of device whose stream is put back with the host's.
-        outlived_signals: names of signals that end no worker.
+        ignored_signals: names of signals that the workers ignore.
     """
 
     kind = "torch map-style"
 
-    def __init__(self, loader: Any, base: Any, device_type: str, outlived_signals: Sequence[str] = ()) -> None:
+    def __init__(self, loader: Any, base: Any, device_type: str, ignored_signals: Sequence[str] = ()) -> None:
         """Note the counters of samplers and dataset as they are now."""
         self.loader = loader
         self.base = base
         self.device_type = device_type
-        self.outlived_signals = tuple(outlived_signals)
-        # accelerate reads one batch ahead of what it hands out.
+        self.ignored_signals = tuple(ignored_signals)
+        # accelerate reads one batch ahead of what it returns.
         self.reads_ahead = loader is not base
         self.is_persistent = bool(base.persistent_workers and base.num_workers > 0)
         self.sampler_key = "batch_sampler" if base.batch_sampler is not None else "sampler"
@@ -178,7 +178,7 @@ class MapPass(Pass):
 
     @property
     def sample_ids(self) -> list[int]:
-        """Dataset indices of the batch last handed out."""
+        """Dataset indices of the batch last returned."""
         return self.indices.sample_ids
 
     def __next__(self) -> Any:
@@ -193,13 +193,13 @@ class MapPass(Pass):
         return batch
 
     def is_over(self, consumed: int, length: int | None) -> bool:
-        """Whether the batch last handed out was the epoch's last, as far as that is known."""
+        """Whether the batch last returned was the epoch's last, as far as that is known."""
         if self.indices.exhausted or self._source.base.num_workers > 0 or self._source.reads_ahead:
             return self.indices.exhausted and self.indices.drawn == self.indices.consumed
         return length is not None and consumed >= length
 
     def state(self) -> dict[str, Any]:
-        """What a resume behind the batch last handed out needs; plain values and tensors."""
+        """What a resume behind the batch last returned needs; plain values and tensors."""
         source = self._source
         parts = source.worker_parts(self._workers)
         if parts.get("birth") is self._start:
@@ -274,7 +274,7 @@ class MapPass(Pass):
         if base.num_workers > 0:
             counters = source.dataset_counters
             own["collate_fn"] = CarryingCollate(base.collate_fn, counters)
-            own["worker_init_fn"] = WorkerStart(base.worker_init_fn, self._workers, counters, source.outlived_signals)
+            own["worker_init_fn"] = WorkerStart(base.worker_init_fn, self._workers, counters, source.ignored_signals)
         # torch's loader forbids the assignment, because an iterator that lives does not follow it.
         before = {name: base.__dict__[name] for name in own}
         base.__dict__.update(own)
@@ -325,7 +325,7 @@ class MapPass(Pass):
 
 
 def _unwrap_batches(live: Any, source: MapSource) -> None:
-    """Let torch's iterator hand out plain batches, and note the state that came with each.
+    """Let torch's iterator return plain batches, and note the state that came with each.
 
     It must not hold the source, which holds the loader, which holds the iterator (see :class:`DrawnIndices`).
     """

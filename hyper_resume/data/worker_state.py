@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 
 from hyper_resume.data.held_state import HeldState
 from hyper_resume.data.streams import pack_streams, unpack_streams
-from hyper_resume.data.workers import outlive
+from hyper_resume.data.worker_signals import ignore_signals
 
 WorkerState = dict[str, Any]
 """``streams`` (bytes) and ``held`` (the generators and counters of the worker's copy of the dataset); plain values."""
@@ -56,7 +56,7 @@ class WorkerStart:
         worker_init_fn: the user's, called first; may be None.
         states: of each worker by number, None for one that starts afresh.
         initial: the dataset's counters as the main process found them first.
-        outlived_signals: names of signals that do not end the worker (see :mod:`hyper_resume.data.workers`).
+        ignored_signals: names of signals that the worker ignores (see :mod:`hyper_resume.data.worker_signals`).
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class WorkerStart:
         worker_init_fn: Callable[[int], None] | None,
         states: Sequence[WorkerState | None],
         initial: Mapping[str, int | float],
-        outlived_signals: Sequence[str],
+        ignored_signals: Sequence[str],
     ) -> None:
         """Runs in the worker, before it reads."""
-        self._outlived_signals = outlived_signals
+        self._ignored_signals = ignored_signals
         self._worker_init_fn = worker_init_fn
         self._states = list(states)
         self._initial = initial
 
     def __call__(self, worker_id: int) -> None:
         """Start worker ``worker_id``."""
-        outlive(self._outlived_signals, worker_id)
+        ignore_signals(self._ignored_signals, worker_id)
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker_id)
         state = self._states[worker_id]

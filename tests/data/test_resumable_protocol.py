@@ -344,8 +344,8 @@ def test_reading_again_logs_how_much(caplog: pytest.LogCaptureFixture) -> None:
     assert "DataLoader has no position: 3 batches are read again and dropped" in caplog.text
 
 
-def test_a_worker_outlives_the_signals_that_are_named() -> None:
-    position = ResumableLoader(loader(num_workers=1), outlived_signals=["SIGTERM"])
+def test_a_worker_ignores_the_signals_that_are_named() -> None:
+    position = ResumableLoader(loader(num_workers=1), ignored_signals=["SIGTERM"])
     batches = position.batches(0)
     before = set(multiprocessing.active_children())
     next(batches)
