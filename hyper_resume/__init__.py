@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         TrajectoryConfig,
         load_config,
     )
-    from hyper_resume.data import DataLoader
+    from hyper_resume.data import DataLoader, ResumableLoader
     from hyper_resume.errors import (
         CheckpointLockedError,
         CheckpointMismatchError,
@@ -77,6 +77,7 @@ __all__ = [
     "OptimizerConfig",
     "PreemptedError",
     "ReplicaMismatchError",
+    "ResumableLoader",
     "RunConfig",
     "SaveEvent",
     "StateNotPlainError",
