@@ -9,6 +9,9 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+# One worker: the browser and the pages are made once.
+pytestmark = pytest.mark.xdist_group("browser")
+
 C9, D1 = "#case-conformance-all-C9", "#case-conformance-all-D1"
 # Every drawing that can be seen, with the size in pixels of its smallest letters.
 DRAWN = """

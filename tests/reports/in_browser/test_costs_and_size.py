@@ -16,6 +16,9 @@ from tests.reports.run_folder import refused_run
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+# One worker: the browser and the pages are made once.
+pytestmark = pytest.mark.xdist_group("browser")
+
 # Elements, attributes and text of a page, but for blanks.
 DOCUMENT = r"""
 (text) => {
