@@ -156,19 +156,11 @@ def test_ctrl_c_ends_training_with_one_line_and_130_and_the_named_checkpoint_res
     last, step = int(found[1]), int(found[2])
     assert last >= step >= 4
     assert step in saved_steps(folder / "checkpoints")
-<<<<<<< HEAD
-    again = run_module(
-        *WORDS, f"--training.max_steps={step + 1}", found[3] + found[4], cwd=folder, environment=ENVIRONMENT
-    )
-    assert again.returncode == 0
-    assert f"Checkpoint loaded successfully: path=checkpoints/global_step_{step}, global_step={step}," in again.stderr
-=======
     monkeypatch.chdir(folder)
     with caplog.at_level("INFO"):
         assert cli.main(["train", "train.yaml", f"--training.max_steps={step + 1}", found[3] + found[4]]) == 0
     loaded = f"Checkpoint loaded successfully: path=checkpoints/global_step_{step}, global_step={step},"
     assert [message for message in caplog.messages if message.startswith(loaded)]
->>>>>>> w-commands
 
 
 def test_ctrl_c_before_anything_is_saved_says_so(folder: Path) -> None:
