@@ -318,7 +318,7 @@ def test_an_unknown_wrapper_is_named_in_a_warning_and_left_alone(caplog: pytest.
     with caplog.at_level(logging.WARNING):
         initialize_optimizer_state(Unknown())
     (record,) = caplog.records
-    assert "optimizer wrapper tests.optim.test_priming." in record.getMessage()
+    assert "optimizer wrapper tests.optim.test_initial_state." in record.getMessage()
     assert "Unknown is unknown" in record.getMessage()
     assert "give it a chained_optimizers list" in record.getMessage()
 
