@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import resource
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ from hyper_resume.errors import CheckpointSaveError
 from tests.checkpoint.directories import latest
 from tests.checkpoint.payloads import same, training_state
 from tests.ranks import run_ranks
+
+# One worker, because all scenarios of one world size run in the same ranks, one after the other: each saving process takes
+# seconds to start.
+pytestmark = [pytest.mark.xdist_group("async-process"), pytest.mark.timeout(300)]
 
 # Starting one process a rank takes seconds, and more on a busy machine.
 SECONDS = 150.0
@@ -68,14 +74,6 @@ def _state_at_the_call(folder: str) -> list[bool]:
         results.append(same(found["model"], expected["model"]))
         results.append(found["position"] == 5 + dist.get_rank())
     return [*results, os.getpid() != saver()]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_lands_is_the_state_at_the_call(tmp_path: Path, ranks: int) -> None:
-    results = run_ranks(_state_at_the_call, ranks, str(tmp_path), timeout_seconds=SECONDS)
-    assert results == [[True] * 5] * ranks
-    assert latest(tmp_path) == tmp_path / "global_step_2"
-    assert list((tmp_path / ".staging").iterdir()) == []
 
 
 def errors_of(checkpointer: DistributedCheckpointer, path: str, step: int, state: dict[str, Any]) -> list[Any]:
@@ -129,24 +127,6 @@ def _killed_in_the_middle(folder: str, victim: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 0), (2, 1)])
-def test_a_saving_process_that_is_killed_fails_the_save_on_every_rank_and_spoils_nothing(
-    tmp_path: Path, ranks: int, victim: int
-) -> None:
-    results = run_ranks(_killed_in_the_middle, ranks, str(tmp_path), victim, timeout_seconds=SECONDS)
-    for result in results:
-        assert result["first"] == [None, None]
-        assert isinstance(result["error"], CheckpointSaveError), result["error"]
-        assert result["seconds"] < 20
-        assert result["between"] == str(tmp_path / "global_step_1")
-        assert result["last"] == [None, None]
-        assert result["anew"]
-        assert (result["before"], result["value"]) == ([1.0] * 3, [3.0] * 3)
-    assert len({str(result["error"]) for result in results}) == 1
-    assert not (tmp_path / "global_step_2").exists()
-    assert list((tmp_path / ".staging").iterdir()) == []
-
-
 def _killed_while_it_writes(folder: str) -> tuple[Any, bool, list[str]]:
     """Killed when its shard is there and not yet whole."""
     numbers = 60_000_000
@@ -168,14 +148,6 @@ def _killed_while_it_writes(folder: str) -> tuple[Any, bool, list[str]]:
     return None, was_in_the_middle, []
 
 
-def test_a_half_written_shard_of_a_killed_process_is_cleared_away(tmp_path: Path) -> None:
-    ((error, was_in_the_middle, names),) = run_ranks(_killed_while_it_writes, 1, str(tmp_path), timeout_seconds=SECONDS)
-    assert was_in_the_middle, "the fault must have fired while the shard was written"
-    assert isinstance(error, CheckpointSaveError)
-    assert names == [".staging", ".writer.lock", "global_step_1", "latest_checkpoint_iteration.txt"]
-    assert list((tmp_path / ".staging").iterdir()) == []
-
-
 def _fails_in_the_process(folder: str) -> list[Any]:
     """Rank 1's saving process may write no file above 100 kB."""
     checkpointer = by_process()
@@ -190,16 +162,89 @@ def _fails_in_the_process(folder: str) -> list[Any]:
     return found
 
 
-def test_a_failure_in_the_process_is_heard_of_at_the_next_save_on_every_rank(tmp_path: Path) -> None:
-    results = run_ranks(_fails_in_the_process, 2, str(tmp_path), timeout_seconds=SECONDS)
-    for result in results:
+def _all_scenarios(folder: str) -> dict[str, Any]:
+    """Every scenario of this world size, each in a root of its own; what one kills the next starts anew."""
+    results: dict[str, Any] = {"state": _state_at_the_call(f"{folder}/state")}
+    if dist.get_world_size() == 1:
+        results["half-written"] = _killed_while_it_writes(f"{folder}/half-written")
+    else:
+        results["failing"] = _fails_in_the_process(f"{folder}/failing")
+    for victim in reversed(range(dist.get_world_size())):
+        results[f"killed-{victim}"] = _killed_in_the_middle(f"{folder}/killed-{victim}", victim)
+    return results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What one scenario came to: its root, and the results by rank."""
+
+    root: Path
+    results: list[Any]
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Scenario]:
+    """Give a scenario by its number of ranks and its name."""
+
+    @functools.cache
+    def all_of(ranks: int) -> tuple[Path, list[dict[str, Any]]]:
+        folder = tmp_path_factory.mktemp("scenarios")
+        return folder, run_ranks(_all_scenarios, ranks, str(folder), timeout_seconds=SECONDS)
+
+    def of(ranks: int, name: str) -> Scenario:
+        folder, results = all_of(ranks)
+        return Scenario(root=folder / name, results=[result[name] for result in results])
+
+    return of
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_lands_is_the_state_at_the_call(scenario: Callable[[int, str], Scenario], ranks: int) -> None:
+    found = scenario(ranks, "state")
+    assert found.results == [[True] * 5] * ranks
+    assert latest(found.root) == found.root / "global_step_2"
+    assert list((found.root / ".staging").iterdir()) == []
+
+
+@pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 0), (2, 1)])
+def test_a_saving_process_that_is_killed_fails_the_save_on_every_rank_and_spoils_nothing(
+    scenario: Callable[[int, str], Scenario], ranks: int, victim: int
+) -> None:
+    found = scenario(ranks, f"killed-{victim}")
+    for result in found.results:
+        assert result["first"] == [None, None]
+        assert isinstance(result["error"], CheckpointSaveError), result["error"]
+        assert result["seconds"] < 20
+        assert result["between"] == str(found.root / "global_step_1")
+        assert result["last"] == [None, None]
+        assert result["anew"]
+        assert (result["before"], result["value"]) == ([1.0] * 3, [3.0] * 3)
+    assert len({str(result["error"]) for result in found.results}) == 1
+    assert not (found.root / "global_step_2").exists()
+    assert list((found.root / ".staging").iterdir()) == []
+
+
+def test_a_half_written_shard_of_a_killed_process_is_cleared_away(scenario: Callable[[int, str], Scenario]) -> None:
+    found = scenario(1, "half-written")
+    ((error, was_in_the_middle, names),) = found.results
+    assert was_in_the_middle, "the fault must have fired while the shard was written"
+    assert isinstance(error, CheckpointSaveError)
+    assert names == [".staging", ".writer.lock", "global_step_1", "latest_checkpoint_iteration.txt"]
+    assert list((found.root / ".staging").iterdir()) == []
+
+
+def test_a_failure_in_the_process_is_heard_of_at_the_next_save_on_every_rank(
+    scenario: Callable[[int, str], Scenario],
+) -> None:
+    found = scenario(2, "failing")
+    for result in found.results:
         kinds = [type(error) for error in result]
         nothing = type(None)
         assert kinds == [nothing, nothing, CheckpointSaveError, nothing, nothing, nothing], result
         assert "global_step_2" in str(result[2])
         assert "rank 1" in str(result[2])
-    assert str(results[0][2]) == str(results[1][2])
-    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_1", "global_step_4"]
+    assert str(found.results[0][2]) == str(found.results[1][2])
+    assert sorted(path.name for path in found.root.glob("global_step_*")) == ["global_step_1", "global_step_4"]
 
 
 def test_without_a_process_group_a_thread_saves_and_a_warning_says_so(
