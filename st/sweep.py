@@ -1,7 +1,7 @@
 """The crash sweep: a save is killed before each of its file operations, on every rank, and the training resumed.
 
 For each mode a clean leg first records every change on disk that the save under test makes
-(:mod:`conformance.records.file_operations`). For each of these points the disk is copied afresh, a leg is killed right before
+(:mod:`conformance.running.file_operations`). For each of these points the disk is copied afresh, a leg is killed right before
 that change, and another leg resumes from LATEST and trains to the end. The other ranks are killed wherever they are when the
 one rank pauses at its point.
 """
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from conformance.matrix.disk_changes import selects_operation
 from conformance.matrix.script import LegFault
-from conformance.records.file_operations import selects_operation
 from conformance.records.results import KillRecord, Outcome
 from conformance.running.adapter import Adapter
 from conformance.running.launching import Launcher

@@ -1,1 +1,1 @@
-"""Turns the evidence of a case into its outcome, and judges a whole run again from its records."""
+"""Turns the outcomes of its checks into the outcome of a case, and judges a whole run again from its records."""

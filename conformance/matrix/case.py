@@ -17,13 +17,13 @@ import yaml
 
 from conformance.checks import CHECKS
 from conformance.matrix import given as given_words
+from conformance.matrix.disk_changes import name_problem
 from conformance.matrix.faults import FAULTS
 from conformance.matrix.given import Given
 from conformance.matrix.script import Expectation, FaultStep, LegStep, LookStep, Step
 from conformance.plain_data import serial
 from conformance.plain_data.suggestions import hint
 from conformance.plain_data.yaml_lines import load_yaml
-from conformance.records.file_operations import name_problem
 
 CASES_FOLDER = Path(__file__).parents[1] / "cases"
 RETIRED_NAME = "retired.txt"

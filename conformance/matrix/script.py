@@ -30,7 +30,7 @@ class LegFault:
         directory is visible and the pointer is still the old one; ``before_retention`` when the pointer names it and nothing
         outdated is deleted yet (at these three only rank 0 pauses); ``during_load`` while the
         checkpoint of that step (0: of whichever step) is loaded, before the first tensor is read; ``file_operation`` right
-        before a change on disk that ``rank`` makes in the save of that step (:mod:`conformance.records.file_operations`): the
+        before a change on disk that ``rank`` makes in the save of that step (:mod:`conformance.running.file_operations`): the
         ``operation``-th, from 1, or the first that ``operation`` names (``fsync *.distcp``: what, and a pattern for where);
         cases use a name, because the number of changes depends on the trainer. Only that rank pauses; the others are
         anywhere. All but the first three need a save (or a checkpoint) of that step.

@@ -1,1 +1,1 @@
-"""What a run writes and reads back: results, trajectories, evidence, recorded disk changes, provenance."""
+"""The files that a run writes and reads back: results, trajectories, evidence, comparisons, provenance."""

@@ -1,1 +1,1 @@
-"""Runs cases: sessions, legs, launchers and processes, and the interface to a trainer (adapter, job, probe)."""
+"""Runs cases: sessions, legs, launchers, forked ranks and other processes, and what runs inside a trainer (job, probe, disk changes)."""

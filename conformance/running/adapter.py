@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from conformance.matrix.case import Case
+from conformance.matrix.disk_changes import selects_operation
 from conformance.matrix.given import Given
 from conformance.matrix.script import LegStep, Moment
 from conformance.plain_data import serial
 from conformance.records.evidence import JOB_NAME
-from conformance.records.file_operations import selects_operation
 
 # The abilities of a trainer. A case that needs one that its adapter lacks is `unsupported`.
 ABILITIES = frozenset(

@@ -24,13 +24,13 @@ from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase
 from hyper_resume.checkpoint.format import bucket_digests, layout
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.manifest import Manifest
-from hyper_resume.checkpoint.format.save_id import check_same_save
 from hyper_resume.checkpoint.history import lineage
 from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.checkpoint.loading import buffers
 from hyper_resume.checkpoint.loading.entry_reader import ReadResult
 from hyper_resume.checkpoint.loading.last_verified import LastVerified
 from hyper_resume.checkpoint.loading.reading import load_entries, load_training_state, read_save_id
+from hyper_resume.checkpoint.loading.same_save import check_same_save
 from hyper_resume.checkpoint.saving import publication, rank_contribution
 from hyper_resume.checkpoint.saving.plan_cache import CachingPlanner, PlanCache
 from hyper_resume.checkpoint.saving.publication import SaveInProgress, draft_manifest, find_mesh

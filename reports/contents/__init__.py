@@ -1,1 +1,1 @@
-"""The report as data, and its words and case titles in two languages."""
+"""The data model of the report, and the word lists and case titles in two languages."""

@@ -1,1 +1,1 @@
-"""From records to the verdict: cases, matrix, sample ledger, restores, acceptance criteria, trend."""
+"""From records to the verdict and the sentence that explains it: cases, matrix, sample ledger, restores, criteria, trend."""

@@ -13,7 +13,7 @@ CHECKOUT = Path(__file__).parents[2]
 # It writes through a descriptor, with functions saved before they are replaced.
 _BEFORE = """
 import json, os, sys
-from conformance.records.file_operations import FileOperations
+from conformance.running.file_operations import FileOperations
 root, log = sys.argv[1], os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)
 write, isdir, lexists, size = os.write, os.path.isdir, os.path.lexists, os.path.getsize
 def report(what, where):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from conformance.adapters.hyper_resume.components import TroubleError
-from conformance.records.file_operations import FileOperations
 from conformance.running.adapter import Job
+from conformance.running.file_operations import FileOperations
 from conformance.running.probe import Probe
 from hyper_resume.checkpoint import dcp
 from hyper_resume.checkpoint.disk import operations

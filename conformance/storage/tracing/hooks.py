@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from conformance.records.file_operations import wrapped
+from conformance.running.file_operations import wrapped
 from conformance.storage.tracing.history import TraceError
 from conformance.storage.tracing.recorder import ENTER, LEAVE, Recorder
 

@@ -1,1 +1,1 @@
-"""What the storage proofs save and load: a small checkpoint, scenarios of saves by the library and by stock DCP."""
+"""The saves that the storage proofs record and judge: a small checkpoint, scenarios with the library, and stock DCP."""

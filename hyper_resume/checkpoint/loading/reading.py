@@ -15,9 +15,10 @@ from hyper_resume import collective
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.layout import STAGING_NAME
 from hyper_resume.checkpoint.format.manifest import Manifest
-from hyper_resume.checkpoint.format.save_id import SAVE_ID, SHARD_ENTRY_PATTERN, refuse_mixed_saves
+from hyper_resume.checkpoint.format.save_id import SAVE_ID, SHARD_ENTRY_PATTERN
 from hyper_resume.checkpoint.format.segments import VerifiedFile
 from hyper_resume.checkpoint.loading.entry_reader import EntryReader, ReadResult
+from hyper_resume.checkpoint.loading.same_save import refuse_mixed_saves
 from hyper_resume.checkpoint.parsing import safe_load
 from hyper_resume.errors import CheckpointMismatchError, HyperResumeError, describe
 
