@@ -110,13 +110,9 @@ def _train(folder: Path, *overrides: str) -> None:
     cli.train("train.yaml", overrides)
 
 
-def test_ranks_that_their_agent_is_asked_to_end_have_the_time_to_save_and_go_on_bit_for_bit(tmp_path: Path) -> None:
-    # torchrun signals the process group of each rank, so the loader's worker gets the signal too.
-    folder = tmp_path / "run"
-    stopped = _stop(folder, lambda agent: agent.send_signal(signal.SIGTERM), "--data.num_workers=1")
-    assert "shutting down workers" in stopped.agent_log
-    assert stopped.seconds < GRACE_SECONDS
-
+def _assert_goes_on(stopped: Stopped) -> None:
+    """Every rank saved the same step, and a resume trains what an uninterrupted training does, bit for bit."""
+    folder = stopped.folder
     (step,) = saved_steps(folder / "checkpoints")
     cut = [_records(folder / "cut", rank) for rank in range(RANKS)]
     assert [records[-1]["global_step"] for records in cut] == [step] * RANKS
@@ -140,6 +136,14 @@ def test_ranks_that_their_agent_is_asked_to_end_have_the_time_to_save_and_go_on_
         assert cut[rank] + _records(folder / "resumed", rank) == straight
 
 
+def test_ranks_that_their_agent_is_asked_to_end_have_the_time_to_save_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+    # torchrun signals the process group of each rank, so the loader's worker gets the signal too.
+    stopped = _stop(tmp_path / "run", lambda agent: agent.send_signal(signal.SIGTERM), "--data.num_workers=1")
+    assert "shutting down workers" in stopped.agent_log
+    assert stopped.seconds < GRACE_SECONDS
+    _assert_goes_on(stopped)
+
+
 def test_every_rank_leaves_with_75_however_often_it_is_signalled(tmp_path: Path) -> None:
     def bombard(agent: subprocess.Popen[bytes]) -> None:
         ranks = _ranks_of(agent)
@@ -155,3 +159,4 @@ def test_every_rank_leaves_with_75_however_often_it_is_signalled(tmp_path: Path)
     codes = re.findall(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s*exitcode\s*:\s*(-?\d+)", stopped.agent_log)
     assert {code for _, code in codes} == {str(cli.EXIT_PREEMPTED)} == {"75"}
     assert {rank for rank, _ in codes} == {str(rank) for rank in range(RANKS)}
+    _assert_goes_on(stopped)
