@@ -1,1 +1,1 @@
-"""Runs cases: sessions, legs, launchers, forked ranks and other processes, and what runs inside a trainer (job, probe, disk changes)."""
+"""Runs cases: sessions, legs, launchers, forked ranks and other processes, and what a trainer runs (job, probe, disk changes)."""
