@@ -1,1 +1,1 @@
-"""Runs cases: sessions, legs, launchers, forked ranks and other processes, and what a trainer runs (job, probe, disk changes)."""
+"""Runs cases: sessions, legs, launchers, forked ranks and other processes; and the trainer's side: job, probe, disk changes."""
