@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -55,6 +56,8 @@ def on_a_terminal(
 
     def take_the_terminal() -> None:
         os.setsid()
+        # A job in the background of a script is started with Ctrl-C ignored, and so would this one be.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(

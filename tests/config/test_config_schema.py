@@ -42,6 +42,8 @@ ADDED = {
     "keep_best": 0,
     "keep_best_metric": "loss",
     "keep_best_mode": "min",
+    "check_coverage": True,
+    "not_saved": (),
     "preemption_signals": ("SIGTERM",),
 }
 

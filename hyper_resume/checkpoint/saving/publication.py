@@ -58,11 +58,8 @@ class SaveInProgress:
         return self.staging.name
 
     def report(self, state: Literal["staged", "written", "durable", "failed"]) -> None:
-        """Log the state on rank 0 and call the listeners. An error of a listener is logged and does not stop the save."""
+        """Call the listeners and log the state on rank 0. An error of a listener is logged and does not stop the save."""
         seconds = time.perf_counter() - self.started
-        if collective.rank() == 0:
-            level = logging.ERROR if state == "failed" else logging.INFO
-            logger.log(level, "Checkpoint %s: global_step=%s, seconds=%.3f", state, self.global_step, seconds)
         event = SaveEvent(
             state=state,
             global_step=self.global_step,
@@ -75,6 +72,10 @@ class SaveInProgress:
                 listener(event)
             except Exception:
                 logger.exception("a listener failed on the event %s of global_step %s", state, self.global_step)
+        # Last, so that whoever reads the line finds everything as the listeners left it, also after a Ctrl-C.
+        if collective.rank() == 0:
+            level = logging.ERROR if state == "failed" else logging.INFO
+            logger.log(level, "Checkpoint %s: global_step=%s, seconds=%.3f", state, self.global_step, seconds)
 
 
 def draft_manifest(

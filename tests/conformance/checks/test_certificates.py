@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conformance.records.evidence import Evidence
-from hyper_resume.state.certificate import Certificate, judge
+from hyper_resume.state.certificate import Certificate, certify_bucket
 from tests.conformance.evidence_made import evidence, leg, status
 
 WANTED = {"exact": ["model"], "degraded": ["optimizer"], "absent": ["stateful"]}
@@ -24,7 +24,7 @@ def printed(tmp_path: Path, *verdicts: Any, ranks: int = 1) -> Evidence:
         world_size=ranks,
         verified="digest",
         created_at="2026-01-01T00:00:00+00:00",
-        parts=tuple(judge(**verdict) for verdict in verdicts),
+        parts=tuple(certify_bucket(**verdict) for verdict in verdicts),
     )
     text = "\n  ".join(certificate.lines())
     line = {"kind": "log", "level": "INFO", "message": f"Restore certificate of {certificate.path}:\n  {text}"}

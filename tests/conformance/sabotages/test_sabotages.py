@@ -165,7 +165,7 @@ def test_a_part_that_is_none_is_refused(part: str) -> None:
 
 def test_an_empty_part_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sabotage", "rng-not-restored", "--part", "2/2", "--results", str(tmp_path / "run")]) == 2
-    assert "part 2 of 2 is empty: no more than 1 sabotages" in capsys.readouterr().err
+    assert "part 2 of 2 is empty: only 1 sabotages or fewer are selected" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
