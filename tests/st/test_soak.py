@@ -18,7 +18,8 @@ from st.soak import SAVE_STEPS, WORKLOADS, SurvivingSteps, draw
 from tests.st.conftest import Done
 
 # One worker: these runs share a warm server.
-pytestmark = pytest.mark.xdist_group("st-warm")
+# A soak is forty starts of ranks; two of them at once on two cores take more than the usual limit.
+pytestmark = [pytest.mark.xdist_group("st-warm"), pytest.mark.timeout(300)]
 
 OPERATIONS = (35, 26, 25, 24)
 NO_TRAINER: Any = None
