@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hyper_resume.config.schema import CheckpointingConfig
-from hyper_resume.errors import UnsupportedError
 from hyper_resume.state.coverage import Coverage, Payload
-from hyper_resume.state.optimizer import flatten_optimizers
 from hyper_resume.state.rng import apply_rng, collect_rng
-from hyper_resume.trainer.payload import as_list, collect_payload, device_type, stateful_of
+from hyper_resume.trainer.payload import as_list, collect_payload, device_type, reachable_optimizers, stateful_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +39,13 @@ class UncoveredState:
 
     def begin(self) -> None:
         """Observe the trainer before its first step, so that the first save has something to compare with."""
-        self._observe(collect_payload(self._trainer, self._config))
+        self._observe_alone()
 
     def after_step(self) -> None:
         """Observe it once more after the first step: what only appears then is seen to move at the first save."""
         if self._is_first_step:
             self._is_first_step = False
-            self._observe(collect_payload(self._trainer, self._config))
+            self._observe_alone()
 
     def at_save(self, payload: Mapping[str, Any]) -> list[str]:
         """Return the paths of all that moves and is not in ``payload``; log those that are new."""
@@ -64,6 +62,11 @@ class UncoveredState:
             )
         return list(found[:_MOST_STORED])
 
+    def _observe_alone(self) -> None:
+        """Observe where no save has collected the payload."""
+        if self._coverage is not None:
+            self._observe(collect_payload(self._trainer, self._config))
+
     def _observe(self, payload: Mapping[str, Any]) -> tuple[str, ...]:
         if self._coverage is None:
             return ()
@@ -79,7 +82,7 @@ class UncoveredState:
         trainer, covered = self._trainer, Payload()
         covered.add_live({name: part for name, part in payload.items() if name in ("model", "optimizer")})
         if self._config.save_optimizer:
-            for optimizer in _optimizers(trainer.optimizer):
+            for optimizer in reachable_optimizers(trainer.optimizer):
                 options = [
                     {key: item for key, item in group.items() if key != "params"} for group in optimizer.param_groups
                 ]
@@ -101,13 +104,6 @@ def reasons_of(uncovered: Iterable[str]) -> dict[str, str]:
         parts = path.split(".")
         found.setdefault(_BUCKETS.get(parts[1] if len(parts) > 1 else "", "stateful"), []).append(path)
     return {bucket: _REASON.format(_listed(paths)) for bucket, paths in found.items()}
-
-
-def _optimizers(optimizer: Any) -> list[Any]:
-    try:
-        return flatten_optimizers(optimizer)
-    except UnsupportedError:
-        return []
 
 
 def _listed(paths: list[str]) -> str:
