@@ -2,19 +2,27 @@
 
 The ranks compare what they log through the process group's store, which needs no collective: rank 0 puts a mark there for each
 of its warnings, and another rank holds a warning of its own for :data:`HOLD_SECONDS` before it looks for that mark.
+
+The store may never answer: its host was stopped, or the network to it is gone, and torch waits for it without a limit. So only
+a thread of its own talks to it, never one that logs, and never with a lock held.
 """
 
 from __future__ import annotations
 
+import atexit
+import collections
 import hashlib
 import logging
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 HOLD_SECONDS = 2.0
+# How long the end of the process waits for the store's answers, beyond the time that a warning is held.
+ANSWER_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Back to the start of the line, and clear it: rank 0's progress bar may stand there.
@@ -42,60 +50,105 @@ class RankHandler(logging.StreamHandler[Any]):
         """Write for the rank with this number."""
         super().__init__()
         self._rank = rank
-        self._store: Any = None
-        self._held: dict[int, tuple[float, logging.LogRecord]] = {}
+        self._pid = os.getpid()
+        self._comparison = _Comparison(rank, self._write)
+        # Registered after logging.shutdown, so it runs before it: that one closes a handler with the handler's lock held.
+        atexit.register(self._comparison.finish)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record now, or hold it until it is known whether rank 0 logs it too."""
-        self._store = _default_store() or self._store
-        if record.levelno != logging.WARNING:
+        # A forked process, such as a loader's worker, has no thread that compares, and says what it has to say at once.
+        is_compared = record.levelno == logging.WARNING and os.getpid() == self._pid
+        if self._rank == 0 or not is_compared:
             self._write(record)
-        elif self._rank == 0:
-            self._write(record)
-            self._mark(record)
-        else:
-            self._held[id(record)] = (time.monotonic() + HOLD_SECONDS, record)
-            timer = threading.Timer(HOLD_SECONDS, self._release, [id(record)])
-            timer.daemon = True
-            timer.start()
+        if is_compared:
+            self._comparison.add(record)
 
-    def close(self) -> None:
-        """Write what is still held and rank 0 does not log; called at the end of the process."""
-        for key, (deadline, record) in list(self._held.items()):
-            while time.monotonic() < deadline and not self._is_marked(record):
-                time.sleep(_POLL_SECONDS)
-            self._release(key)
-        super().close()
-
-    def _release(self, key: int) -> None:
+    def _write(self, record: logging.LogRecord) -> None:
         self.acquire()
         try:
-            _, record = self._held.pop(key, (0.0, None))
-            if record is not None and not self._is_marked(record):
-                self._write(record)
+            if self._rank != 0 and self.stream.isatty():
+                self.stream.write(_CLEAR_LINE)
+            super().emit(record)
         finally:
             self.release()
 
-    def _write(self, record: logging.LogRecord) -> None:
-        if self._rank != 0 and self.stream.isatty():
-            self.stream.write(_CLEAR_LINE)
-        super().emit(record)
 
-    def _mark(self, record: logging.LogRecord) -> None:
-        if self._store is not None:
-            try:
-                self._store.set(_key(record), b"1")
-            except RuntimeError:
-                # The other ranks then repeat it.
-                self._store = None
+class _Comparison:
+    """The thread through which this rank marks its warnings (rank 0), or looks for the marks of rank 0 (the others)."""
 
-    def _is_marked(self, record: logging.LogRecord) -> bool:
-        self._store = _default_store() or self._store
-        try:
-            return self._store is not None and bool(self._store.check([_key(record)]))
-        except RuntimeError:
-            # The process that kept the store is gone.
+    def __init__(self, rank: int, write: Callable[[logging.LogRecord], None]) -> None:
+        self._rank = rank
+        self._write = write
+        self._changed = threading.Condition()
+        # Each with the time until which its mark may appear; the thread compares the first one.
+        self._waiting: collections.deque[tuple[float, logging.LogRecord]] = collections.deque()
+        self._thread: threading.Thread | None = None
+        self._is_writing = False
+        self._is_finishing = False
+        self._store: Any = None
+
+    def add(self, record: logging.LogRecord) -> None:
+        """Compare this warning with those of rank 0; does not wait."""
+        with self._changed:
+            self._store = _default_store() or self._store
+            self._waiting.append((time.monotonic() + HOLD_SECONDS, record))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hyper_resume-warnings", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Wait for the answers about what is still held, 3 s at most; a warning without an answer is written."""
+        with self._changed:
+            self._is_finishing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._waiting and not self._is_writing, HOLD_SECONDS + ANSWER_SECONDS)
+            unanswered = [] if self._rank == 0 else [record for _, record in self._waiting]
+            self._waiting.clear()
+        for record in unanswered:
+            self._write(record)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                deadline, record = self._waiting[0]
+            must_be_written = self._compare(record, deadline)
+            with self._changed:
+                if not self._waiting:
+                    # The process ends, and did not wait for this answer.
+                    return
+                self._waiting.popleft()
+                self._is_writing = must_be_written
+                self._changed.notify_all()
+            if must_be_written:
+                self._write(record)
+                with self._changed:
+                    self._is_writing = False
+                    self._changed.notify_all()
+
+    def _compare(self, record: logging.LogRecord, deadline: float) -> bool:
+        """Whether the record has to be written still."""
+        if self._rank == 0:
+            self._ask(lambda: self._store.set(_key(record), b"1"))
             return False
+        while not (is_marked := bool(self._ask(lambda: self._store.check([_key(record)])))):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            with self._changed:
+                # At the end of the process it is looked for all the time, so that an answer does not delay it.
+                self._changed.wait_for(lambda: self._is_finishing, left)
+            time.sleep(_POLL_SECONDS if self._is_finishing else 0.0)
+        return not is_marked
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call() if self._store is not None else None
+        except RuntimeError:
+            # The process that kept the store is gone; the other ranks then repeat what this one logs.
+            return None
 
 
 def _key(record: logging.LogRecord) -> str:
