@@ -1,4 +1,4 @@
-"""A warning that a rank holds back is told, and its process ends, whatever the process group's store does: with real processes."""
+"""A rank that holds a warning writes it and ends, whatever the process group's store does: with real processes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def started(program: str, *arguments: str, rank: int = 0) -> Iterator[subprocess
 def logged_by(process: subprocess.Popen[str]) -> tuple[float, list[str]]:
     """Let the rank log; how long its end took (s), and the messages that it wrote."""
     out, err = process.communicate("go\n", timeout=LIMIT_SECONDS)
-    return float(out.strip().splitlines()[-1]), [line.split("mine: ")[1] for line in err.splitlines() if "mine: " in line]
+    return float(out.strip().splitlines()[-1]), [
+        line.split("mine: ")[1] for line in err.splitlines() if "mine: " in line
+    ]
 
 
 @pytest.mark.parametrize("lost", ["stopped", "killed"])
@@ -71,9 +73,11 @@ def logged_by(process: subprocess.Popen[str]) -> tuple[float, list[str]]:
 def test_a_rank_whose_store_no_longer_answers_logs_what_it_held_and_ends(lost: str, pause: float) -> None:
     port = str(free_port())
     with started(STORE, port) as store:
-        assert store.stdout is not None and store.stdout.readline() == "ready\n"
+        assert store.stdout is not None
+        assert store.stdout.readline() == "ready\n"
         with started(RANK, port, str(pause), rank=1) as rank:
-            assert rank.stdout is not None and rank.stdout.readline() == "joined\n"
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "joined\n"
             store.send_signal(signal.SIGSTOP if lost == "stopped" else signal.SIGKILL)
             time.sleep(0.2)
             seconds, messages = logged_by(rank)
@@ -86,10 +90,12 @@ def test_a_rank_whose_store_no_longer_answers_logs_what_it_held_and_ends(lost: s
 def test_what_rank_0_logs_too_is_left_out_and_the_end_does_not_wait() -> None:
     port = str(free_port())
     with started(STORE, port) as store:
-        assert store.stdout is not None and store.stdout.readline() == "ready\n"
+        assert store.stdout is not None
+        assert store.stdout.readline() == "ready\n"
         with started(RANK, port, "0", rank=0) as first, started(RANK, port, "0", rank=1) as second:
             for rank in (first, second):
-                assert rank.stdout is not None and rank.stdout.readline() == "joined\n"
+                assert rank.stdout is not None
+                assert rank.stdout.readline() == "joined\n"
             _, of_first = logged_by(first)
             seconds, of_second = logged_by(second)
     assert of_first == ["warning 0", "warning 1", "warning 2", "the next line"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -110,7 +111,8 @@ class _ReplayPass(Pass):
     def __init__(self, source: ReplaySource, epoch: int, saved: Mapping[str, Any] | None) -> None:
         self._source = source
         self.is_open = True
-        self._watches = not source.in_workers
+        # A thread that reads ahead can't tell the loader's draws from those of training.
+        self._thread = None if source.in_workers else threading.get_ident()
         self._before: bytes | None = None
         self._moved_by_loader: set[str] = set()
         self._moved_by_training: set[str] = set()
@@ -152,7 +154,7 @@ class _ReplayPass(Pass):
                 raise CheckpointMismatchError(message) from None
 
     def __next__(self) -> Any:
-        if not self._watches:
+        if self._thread != threading.get_ident():
             return next(self._iterator)
         begin = pack_streams()
         if self._before is not None:

@@ -71,7 +71,7 @@ class ResumableLoader:
         # A state that was loaded and that no pass has begun from yet.
         self._restored: dict[str, Any] | None = None
         self._trusts_length = True
-        self._doubts: list[str] = []
+        self._doubts = standing_doubts(loader, self._source)
 
     def __len__(self) -> int:
         """Batches of a whole epoch.
@@ -114,7 +114,7 @@ class ResumableLoader:
     @property
     def doubts(self) -> list[str]:
         """Why the position that was restored, or this loader, might not be exact; empty when it is."""
-        return [*standing_doubts(self.loader, self._source), *self._doubts]
+        return list(self._doubts)
 
     def batches(self, epoch: int) -> Generator[Any, None, None]:
         """Give the batches of ``epoch``, or of what is left of it in the first pass after :meth:`load_state_dict`.
@@ -188,6 +188,21 @@ class ResumableLoader:
             f"{name}: {value} -> {now[name]}" for name, value in saved.items() if name in now and now[name] != value
         ]
 
+    def doubts_about(self, state: Mapping[str, Any]) -> list[str]:
+        """Return why this loader would not go on exactly from ``state``; nothing is changed.
+
+        Raises:
+            CheckpointMismatchError: it can't go on from it at all, as :meth:`load_state_dict` would say.
+        """
+        changes = self.changes_since(state) if isinstance(self._source, OwnSource) else self._checked_changes(state)
+        found = [f"the data loader has changed since the checkpoint ({'; '.join(changes)})"] if changes else []
+        found += [
+            f"the {name} stream is drawn from by the data loader and by training in turn, and the loader is read again without "
+            "training: give the dataset a generator of its own, or workers"
+            for name in state.get("drawn_between", ())
+        ]
+        return [*standing_doubts(self.loader, self._source), *found]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a saved position with the next call of :meth:`batches`; a pass that is open is ended. Nothing is read.
 
@@ -201,13 +216,15 @@ class ResumableLoader:
             self._finished = self._consumed >= len(self.loader)
             self._restored = self._source.between()
             return
-        _check(state, self.kind)
-        self._check_changes(state)
+        self._doubts = self.doubts_about(state)
+        for doubt in self._doubts:
+            logger.warning("%s", doubt)
         self._end_pass()
         self._restored = dict(state)
         self._epoch, self._consumed, self._finished = state["epoch"], state["batches_consumed"], state["finished"]
 
-    def _check_changes(self, state: Mapping[str, Any]) -> None:
+    def _checked_changes(self, state: Mapping[str, Any]) -> list[str]:
+        _check(state, self.kind)
         changes = self.changes_since(state)
         # The order does not depend on the workers.
         other_data = [change for change in changes if not change.startswith("num_workers:")]
@@ -220,14 +237,7 @@ class ResumableLoader:
                     do="build the loader as in the run that was saved, or resume from a checkpoint at an epoch's end",
                 )
             )
-        self._doubts = [f"the data loader has changed since the checkpoint ({'; '.join(changes)})"] if changes else []
-        self._doubts += [
-            f"the {name} stream is drawn from by the data loader and by training in turn, and the loader is read again without "
-            "training: give the dataset a generator of its own, or workers"
-            for name in state.get("drawn_between", ())
-        ]
-        for doubt in self._doubts:
-            logger.warning("%s", doubt)
+        return changes
 
     def _begin(self, epoch: int) -> Pass | None:
         restored = self._restored

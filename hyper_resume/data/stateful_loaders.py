@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hyper_resume.data.passes import Pass, length_of, set_epoch_everywhere
 from hyper_resume.data.streams import moved_streams, pack_streams, put_streams, read_streams
+from hyper_resume.digest import state_digest_text
 from hyper_resume.errors import UnsupportedError, describe
+
+logger = logging.getLogger(__name__)
 
 
 class StatefulSource:
@@ -25,10 +30,14 @@ class StatefulSource:
         self.loader = loader
         self.device_type = device_type
         self._has_iterator = False
+        # The thread that opens the passes, and whether the loader's state_dict was seen to draw there.
+        self._thread = threading.get_ident()
+        self._draws = False
         self._restored: Mapping[str, Any] | None = None
 
     def open(self, epoch: int, restored: Mapping[str, Any] | None, *, goes_on: bool) -> Pass:
         """Begin ``epoch``, or go on in it."""
+        self._thread = threading.get_ident()
         now = read_streams(self.device_type)
         iterator: Iterator[Any] | None = None
         may_be_empty = False
@@ -68,12 +77,34 @@ class StatefulSource:
     def inner(self) -> Any:
         """The loader's state now, copied; a stream that its ``state_dict`` moves is put back.
 
+        A thread that reads ahead of training leaves the streams alone: training draws from them at the same time.
+
         Raises:
-            UnsupportedError: the loader has the method and no state.
+            UnsupportedError: the loader has the method and no state; or its ``state_dict`` draws and a thread calls it.
         """
+        if threading.get_ident() != self._thread:
+            return self._inner_in_thread()
         before = read_streams(self.device_type)
         try:
-            state = copy.deepcopy(self.loader.state_dict())
+            return self._copied()
+        finally:
+            self._draws = bool(moved_streams(before["host"], pack_streams())) or self._draws
+            if self._draws or before["device"] is not None:
+                put_streams(before, self.device_type)
+
+    def _inner_in_thread(self) -> Any:
+        if self._draws:
+            message = describe(
+                "the data loader's state_dict draws random numbers; with a prefetching thread they can't be put back",
+                where=type(self.loader).__name__,
+                do="set use_background_prefetcher to false",
+            )
+            raise UnsupportedError(message)
+        return self._copied()
+
+    def _copied(self) -> Any:
+        try:
+            return copy.deepcopy(self.loader.state_dict())
         except (AttributeError, NotImplementedError) as error:
             message = describe(
                 "the data loader's state_dict fails",
@@ -82,10 +113,6 @@ class StatefulSource:
                 do="give a loader whose state_dict works, or one without it",
             )
             raise UnsupportedError(message) from error
-        finally:
-            if moved_streams(before["host"], pack_streams()) or before["device"] is not None:
-                put_streams(before, self.device_type)
-        return state
 
     def describe(self) -> dict[str, Any]:
         """The length, where there is one."""
@@ -99,9 +126,17 @@ class _StatefulPass(Pass):
         self._iterator = iterator
         # The streams to begin again from, where the first pass may be the empty rest of the epoch that was saved.
         self._again_from = again_from
+        self._taken = 0
+        # Batches taken, and the digest of the loader's state, when it was last asked for.
+        self._last: tuple[int, str] | None = None
         self.is_open = True
 
     def __next__(self) -> Any:
+        batch = self._next()
+        self._taken += 1
+        return batch
+
+    def _next(self) -> Any:
         again_from, self._again_from = self._again_from, None
         if again_from is None:
             return next(self._iterator)
@@ -117,7 +152,19 @@ class _StatefulPass(Pass):
         return not hasattr(self._source.loader, "dataset") and super().is_over(consumed, length)
 
     def state(self) -> dict[str, Any]:
-        return {"start": self._start, "inner": self._source.inner()}
+        inner = self._source.inner()
+        self._warn_of_standstill(inner)
+        return {"start": self._start, "inner": inner}
+
+    def _warn_of_standstill(self, inner: Any) -> None:
+        now, last = (self._taken, state_digest_text(inner)), self._last
+        self._last = now
+        if last is not None and now[0] > last[0] and now[1] == last[1]:
+            logger.warning(
+                "the state of %s is the same before and after %d more batches: a resume would read them twice",
+                type(self._source.loader).__name__,
+                now[0] - last[0],
+            )
 
     def close(self) -> None:
         self.is_open = False

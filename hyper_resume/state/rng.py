@@ -6,7 +6,8 @@ The state consists of tensors and plain values, so that it can be read with ``we
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,16 @@ def apply_rng(saved: Mapping[str, Any], device_type: str) -> None:
     torch.set_rng_state(saved["torch_cpu"])
     if saved["torch_device"] is not None:
         set_device_rng_state(device_type, saved["torch_device"])
+
+
+@contextmanager
+def streams_kept(device_type: str) -> Iterator[None]:
+    """Put the random streams of this process back at the end of the block: a ``state_dict`` that it calls may draw."""
+    streams = collect_rng(device_type)
+    try:
+        yield
+    finally:
+        apply_rng(streams, device_type)
 
 
 def _as_tuple(state: Any) -> Any:

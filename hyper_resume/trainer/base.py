@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from hyper_resume import collective
 from hyper_resume.config.schema import RunConfig
+from hyper_resume.data.loader import DataLoader
 from hyper_resume.data.prefetch import HyperIter
+from hyper_resume.data.resumable import ResumableLoader
 from hyper_resume.errors import ConfigError, TrainingIncompleteError, describe
 from hyper_resume.parallel import clip_grad_norm, mean_over_group
-from hyper_resume.state.rng import apply_rng, collect_rng
 from hyper_resume.trainer.callbacks import (
     Callback,
     CheckpointerCallback,
@@ -64,17 +65,23 @@ class BaseTrainer:
             model: on its device, already sharded.
             optimizer: an optimizer, or an object that steps like one.
             lr_scheduler: a scheduler, a list of them, each stepped once an optimizer step, or None.
-            train_dataloader: any sized iterable; a stateful one resumes exactly.
+            train_dataloader: this package's ``DataLoader``, a torch ``DataLoader``, a loader with ``state_dict`` and
+                ``load_state_dict``, or a ``ResumableLoader`` around any loader: each resumes exactly. Of any other iterable
+                an epoch that is resumed is read again from its start, with a warning. Where the training saves or restores,
+                the attribute ``train_dataloader`` is a ``ResumableLoader`` for every loader but this package's own.
             loss_function: (model, batch) -> the batch's mean loss, a scalar tensor.
             device: where batches are moved; default the CPU.
             dp_group: ranks over which the loss is averaged; None for a single rank.
             callbacks: functions that make further callbacks; these run before the checkpointer in every hook.
+
+        Raises:
+            UnsupportedError: the training saves or restores, and this loader can't be resumed.
         """
         self.config = config
         self.model = model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.train_dataloader = train_dataloader
+        self.train_dataloader = _positioned(train_dataloader, config, device)
         self.data_iterator: HyperIter | DirectIter | None = None
         self.loss_function = loss_function
         self.device = device or torch.device("cpu")
@@ -177,22 +184,10 @@ class BaseTrainer:
             set_epoch(epoch)
         # Read before the iterator is made, because a prefetching one advances the loader at once.
         self.state.batch_index = self._batches_consumed(epoch) - 1
-        resumed = epoch == self.start_epoch and self.state.global_step > 0
-        # The random numbers that a foreign loader draws for its iterator were drawn once already, before the checkpoint.
-        streams = collect_rng(self.device.type) if resumed else {}
-        self.data_iterator = self._open_iterator()
-        if resumed and self.start_step > 0:
-            apply_rng(streams, self.device.type)
+        self.data_iterator = self._open_iterator(epoch)
         self.model.train()
         try:
-            trained = self._train_windows()
-            if resumed and not trained and self.start_step == 0:
-                # A foreign loader that was saved after an epoch's last batch is restored as exhausted: this pass was the
-                # finished epoch's, and the next one is the new epoch's.
-                self.data_iterator.close()
-                apply_rng(streams, self.device.type)
-                self.data_iterator = self._open_iterator()
-                self._train_windows()
+            self._train_windows()
             if self._epoch_is_over():
                 self._end_epoch()
         finally:
@@ -200,20 +195,20 @@ class BaseTrainer:
             self.data_iterator = None
 
     def _batches_consumed(self, epoch: int) -> int:
-        """How many micro-batches of ``epoch`` the loader has delivered; counted here for a loader without that number."""
-        consumed: int | None = getattr(self.train_dataloader, "batches_consumed", None)
-        if consumed is not None:
-            return consumed
-        positioned = epoch == self.start_epoch and hasattr(self.train_dataloader, "load_state_dict")
-        return self.start_step * self.config.training.gradient_accumulation_steps if positioned else 0
+        """How many micro-batches of ``epoch`` the loader has delivered; 0 for a loader without a position."""
+        loader = self.train_dataloader
+        if isinstance(loader, ResumableLoader) and epoch != loader.epoch:
+            return 0
+        return int(getattr(loader, "batches_consumed", 0))
 
-    def _open_iterator(self) -> HyperIter | DirectIter:
-        data = self.config.data
-        if not self.config.checkpoint.save_ckpt and not data.use_background_prefetcher:
-            # Only a save needs the position of every batch.
-            return DirectIter(self.train_dataloader)
+    def _open_iterator(self, epoch: int) -> HyperIter | DirectIter:
+        data, loader = self.config.data, self.train_dataloader
+        resumable = isinstance(loader, ResumableLoader)
+        if not data.use_background_prefetcher and (resumable or not self.config.checkpoint.save_ckpt):
+            # Only a save needs the position of every batch, and a ResumableLoader knows it.
+            return DirectIter(loader, epoch)
         return HyperIter(
-            self.train_dataloader,
+            DirectIter(loader, epoch) if resumable else loader,
             use_background_prefetcher=data.use_background_prefetcher,
             prefetch_batches=data.prefetch_batches,
         )
@@ -335,6 +330,19 @@ class BaseTrainer:
                 callback.on_exception(self.state)
             except Exception:
                 logger.exception("%s failed while training was stopping", type(callback).__name__)
+
+
+def _positioned(loader: Any, config: RunConfig, device: torch.device | None) -> Any:
+    """Return the loader with an exact position, where it has none of its own and a checkpoint may need it."""
+    checkpoint = config.checkpoint
+    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    foreign = not isinstance(loader, (DataLoader, ResumableLoader)) and (
+        has_state or isinstance(loader, torch.utils.data.DataLoader)
+    )
+    if not foreign or not (checkpoint.save_ckpt or checkpoint.restore_from is not None):
+        return loader
+    ignored = checkpoint.preemption_signals if checkpoint.save_ckpt else ()
+    return ResumableLoader(loader, device_type="cpu" if device is None else device.type, ignored_signals=ignored)
 
 
 def planned_steps(config: RunConfig, train_dataloader: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from hyper_resume import collective
 from hyper_resume.checkpoint.format.extra_state import UNCOVERED
 from hyper_resume.config.schema import CheckpointingConfig
-from hyper_resume.state.dataloader import check_dataloader
+from hyper_resume.state.dataloader import check_dataloader, why_streams_move
 from hyper_resume.state.model import check_model
 from hyper_resume.state.names import first_names, parameter_names
 from hyper_resume.state.optimizer import (
@@ -145,6 +145,7 @@ def _check_training_state(mismatches: Mismatches, trainer: Any, extra_state: Map
         mismatches.absent["stateful"] = _NOTHING
     if is_own_rank(extra_state):
         mismatches.add("rng_state", check_rng(extra_state["rng_state"], device_type(trainer)), warn=True)
+        mismatches.add("rng_state", why_streams_move(trainer.train_dataloader), warn=True)
         return
     mismatches.add("rng_state", [_OTHER_RANKS], warn=True)
     if set(found) & set(states):

@@ -50,12 +50,14 @@ def collect_payload(trainer: Any, config: CheckpointingConfig) -> dict[str, Any]
 
 def collect_extra_state(trainer: Any) -> dict[str, Any]:
     """Return this rank's training state: progress, schedulers, data position, other stateful objects, random streams."""
+    # First, because the state_dict of another object may draw; the caller puts the streams back behind it.
+    streams = collect_rng(device_type(trainer))
     return {
         **collect_progress(trainer),
         "lr_scheduler": collect_schedulers(as_list(trainer.lr_scheduler), parameter_names(trainer.model)),
         "train_dataloader": collect_dataloader(getattr(trainer, "data_iterator", None), trainer.train_dataloader),
         "stateful": collect_stateful(stateful_of(trainer)),
-        "rng_state": collect_rng(device_type(trainer)),
+        "rng_state": streams,
     }
 
 

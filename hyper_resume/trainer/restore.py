@@ -21,7 +21,7 @@ from hyper_resume.state.dataloader import apply_dataloader
 from hyper_resume.state.model import apply_extra_states, apply_model
 from hyper_resume.state.names import parameter_names
 from hyper_resume.state.optimizer import apply_optimizers, flatten_optimizers, register_optimizer_undo
-from hyper_resume.state.rng import apply_rng, collect_rng
+from hyper_resume.state.rng import apply_rng, collect_rng, streams_kept
 from hyper_resume.state.scheduler import apply_schedulers
 from hyper_resume.state.stateful import apply_stateful
 from hyper_resume.trainer.bucket_digests import live_digests, read_digests
@@ -175,12 +175,8 @@ class _Restore:
         """Judge every bucket of this rank, without moving a random stream, whatever a foreign ``state_dict`` does."""
         mismatches = self._findings
         assert mismatches is not None  # _check_and_apply has run
-        kind = device_type(self._trainer)
-        streams = collect_rng(kind)
-        try:
+        with streams_kept(device_type(self._trainer)):
             live = live_digests(self._trainer, self._destination, extra_state, self._digests)
-        finally:
-            apply_rng(streams, kind)
         saved = self._storage_digests()
         return [
             certify_bucket(

@@ -39,6 +39,9 @@ def resume_point(trainer: Any, *, positioned: bool) -> tuple[int, int]:
     reason = check_position(trainer, trainer.state.global_step, loader.epoch, loader.batches_consumed)
     if reason is not None:
         logger.warning("%s", reason)
+    if getattr(loader, "finished", False):
+        # Known to a loader that has no length, too.
+        return (loader.epoch + 1, 0)
     return _actual(trainer, loader.epoch, loader.batches_consumed)
 
 

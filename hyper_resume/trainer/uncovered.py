@@ -8,7 +8,7 @@ from typing import Any
 
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.state.coverage import Coverage, Payload
-from hyper_resume.state.rng import apply_rng, collect_rng
+from hyper_resume.state.rng import streams_kept
 from hyper_resume.trainer.payload import as_list, collect_payload, device_type, reachable_optimizers, stateful_of
 
 logger = logging.getLogger(__name__)
@@ -70,13 +70,8 @@ class UncoveredState:
     def _observe(self, payload: Mapping[str, Any]) -> tuple[str, ...]:
         if self._coverage is None:
             return ()
-        kind = device_type(self._trainer)
-        streams = collect_rng(kind)
-        try:
+        with streams_kept(device_type(self._trainer)):
             return self._coverage.observe({"trainer": self._trainer}, self._payload(payload))
-        finally:
-            # Somebody's state_dict may draw.
-            apply_rng(streams, kind)
 
     def _payload(self, payload: Mapping[str, Any]) -> Payload:
         trainer, covered = self._trainer, Payload()

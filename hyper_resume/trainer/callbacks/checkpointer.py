@@ -25,8 +25,9 @@ from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, Co
 from hyper_resume.parallel.replicas import check_replicas
 from hyper_resume.state.certificate import Certificate
 from hyper_resume.state.optimizer import flatten_optimizers
+from hyper_resume.state.rng import streams_kept
 from hyper_resume.trainer.callbacks.base import Callback
-from hyper_resume.trainer.payload import collect_extra_state, collect_payload
+from hyper_resume.trainer.payload import collect_extra_state, collect_payload, device_type
 from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.restore import restore
 from hyper_resume.trainer.state import TrainerState
@@ -184,10 +185,11 @@ class CheckpointerCallback(Callback):
         options: dict[str, Any] = {}
         if config.keep_best > 0 and self.checkpointer.accepts_metrics:
             options["metrics"] = collective.on_all_ranks(lambda: _metrics(state, config.keep_best_metric))
-        payload = collective.on_all_ranks(lambda: collect_payload(self.trainer, config))
-        check_replicas(_tensors(payload))
-        if config.save_train_state:
-            payload["extra_state"] = collective.on_all_ranks(lambda: self._training_state(payload))
+        with streams_kept(device_type(self.trainer)):
+            payload = collective.on_all_ranks(lambda: collect_payload(self.trainer, config))
+            check_replicas(_tensors(payload))
+            if config.save_train_state:
+                payload["extra_state"] = collective.on_all_ranks(lambda: self._training_state(payload))
         changeable = self._unchanged_buckets.changeable(self.trainer, payload, state.global_step)
         self.checkpointer.save(str(directory), payload, global_step=state.global_step, save_async=save_async, **options)
         for warning in self._unchanged_buckets.check(
