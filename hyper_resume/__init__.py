@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from hyper_resume.optim import ChainedOptimizer
     from hyper_resume.state.certificate import Certificate
     from hyper_resume.trainer.base import BaseTrainer
-    from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback, TrainerState
+    from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback, PreemptibleCheckpointer, TrainerState
     from hyper_resume.trainer.text_trainer import TextTrainer
 
 __version__ = "0.2.0"
@@ -76,6 +76,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "PreemptedError",
+    "PreemptibleCheckpointer",
     "ReplicaMismatchError",
     "ResumableLoader",
     "RunConfig",

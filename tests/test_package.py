@@ -19,40 +19,6 @@ import hyper_resume
 REPOSITORY = Path(__file__).resolve().parent.parent
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "README.md").read_text(encoding="utf-8"), re.M | re.S)
 
-# Runs the text in argv[1] without interruption, then cut after step 33 and started again with other seeds, as a new process
-# has them, and prints the weights that each of the two ends with.
-STOP_AND_START_AGAIN = """
-import os, sys, torch
-from hyper_resume.trainer.callbacks import CheckpointerCallback
-
-block = sys.argv[1]
-
-def run(folder, seed, stop_at=None):
-    class Stopped(Exception): pass
-    original = CheckpointerCallback.on_step_end
-    def on_step_end(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        if self.trainer.state.global_step == stop_at:
-            raise Stopped
-    CheckpointerCallback.on_step_end = on_step_end
-    os.makedirs(folder, exist_ok=True)
-    os.chdir(folder)
-    torch.manual_seed(seed)
-    names = {}
-    try:
-        exec(block, names)
-    except Stopped:
-        return
-    finally:
-        os.chdir("..")
-        CheckpointerCallback.on_step_end = original
-    print([p.tolist() for p in names["model"].parameters()], names["trainer"].state.global_step)
-
-run("whole", 1)
-run("cut", 1, stop_at=33)
-run("cut", 2)
-"""
-
 
 def _python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -127,15 +93,6 @@ def test_the_readme_has_a_python_example() -> None:
 def test_a_python_example_of_the_readme_runs_as_it_stands(tmp_path: Path, block: str) -> None:
     ended = _python(tmp_path, "-W", "error::SyntaxWarning", "-c", block)
     assert ended.returncode == 0, ended.stderr
-
-
-def test_the_readmes_trainer_stopped_anywhere_ends_with_the_weights_of_the_uninterrupted_one(tmp_path: Path) -> None:
-    (block,) = [block for block in BLOCKS if "CheckpointerCallback" in block]
-    ended = _python(tmp_path, "-c", STOP_AND_START_AGAIN, block)
-    assert ended.returncode == 0, ended.stderr
-    whole, cut = ended.stdout.splitlines()
-    assert whole == cut
-    assert (tmp_path / "cut" / "checkpoints" / "global_step_30").is_dir()
 
 
 def test_tox_finds_exactly_the_environments_that_tox_ini_defines() -> None:

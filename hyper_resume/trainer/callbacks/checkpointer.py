@@ -30,6 +30,7 @@ from hyper_resume.trainer.callbacks.base import Callback
 from hyper_resume.trainer.payload import collect_extra_state, collect_payload, device_type
 from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.restore import restore
+from hyper_resume.trainer.schedule_order import ScheduleOrder
 from hyper_resume.trainer.state import TrainerState
 from hyper_resume.trainer.unchanged_buckets import UnchangedBuckets
 from hyper_resume.trainer.uncovered import UncoveredState
@@ -78,6 +79,7 @@ class CheckpointerCallback(Callback):
         self._last_saved_step = _NEVER_SAVED
         self._unchanged_buckets = UnchangedBuckets()
         self._uncovered = UncoveredState(trainer, self.config)
+        self._schedule_order = ScheduleOrder(trainer)
         self._records: Path | None = _trajectory_directory(trainer)
         if self.config.save_optimizer or self.config.restore_optimizer:
             flatten_optimizers(trainer.optimizer)
@@ -99,6 +101,7 @@ class CheckpointerCallback(Callback):
                 self.config.checkpoint_dir, restored_from=path if self.config.restore_train_state else None
             )
             collective.on_all_ranks(self._uncovered.begin)
+            self._schedule_order.begin()
         if certificate is not None:
             self._publish(certificate)
 
@@ -111,6 +114,7 @@ class CheckpointerCallback(Callback):
         self._uncovered.after_step()
         if self.config.save_steps > 0 and step % self.config.save_steps == 0:
             self._save_once(step)
+        self._schedule_order.after_step(step, is_saved=step == self._last_saved_step)
 
     def on_epoch_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Save when ``save_epochs`` divides the number of finished epochs."""
@@ -198,7 +202,8 @@ class CheckpointerCallback(Callback):
             logger.warning("%s", warning)
 
     def _training_state(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        return {**collect_extra_state(self.trainer), UNCOVERED: self._uncovered.at_save(payload)}
+        uncovered = [*self._schedule_order.uncovered(), *self._uncovered.at_save(payload)]
+        return {**collect_extra_state(self.trainer), UNCOVERED: uncovered}
 
     def _directory(self) -> Path:
         return Path(self.config.checkpoint_dir) / f"global_step_{self._state.global_step}"

@@ -109,3 +109,36 @@ class PreemptionCallback(Callback):
             return {}
         names = collective.all_gather(None if received is None else received.name, self._group)
         return {rank: name for rank, name in enumerate(names) if name is not None}
+
+
+class PreemptibleCheckpointer(CheckpointerCallback):
+    """The checkpointer of a loop of one's own that also stops on ``checkpoint.preemption_signals``: both as one callback.
+
+    ``on_step_end`` raises :class:`PreemptedError` on every rank, once the step is saved. A trainer with a list of callbacks
+    needs two entries instead, because :class:`PreemptionCallback` runs after all others.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        """Build both; see :class:`CheckpointerCallback` for what is raised."""
+        super().__init__(trainer)
+        self._preemption = PreemptionCallback(trainer, self)
+
+    def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Restore, if asked to, and handle the signals from here on."""
+        super().on_train_begin(state, **kwargs)
+        self._preemption.on_train_begin(state, **kwargs)
+
+    def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Save if it is time; after a signal save in any case, and raise :class:`PreemptedError`."""
+        super().on_step_end(state, **kwargs)
+        self._preemption.on_step_end(state, **kwargs)
+
+    def on_train_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Save the last step, and give the signals back."""
+        super().on_train_end(state, **kwargs)
+        self._preemption.on_train_end(state, **kwargs)
+
+    def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Let a save in flight finish, and give the signals back."""
+        super().on_exception(state, **kwargs)
+        self._preemption.on_exception(state, **kwargs)
