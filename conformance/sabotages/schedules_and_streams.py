@@ -187,13 +187,13 @@ def _read_by_write_flags(put: Saboteur) -> None:
 
 @sabotage("layout-by-setting")
 def _layout_by_setting(put: Saboteur) -> None:
-    def read(original: Any, storage: Any, directory: Any, metadata: Any, manifest: Any) -> Any:
+    def read(original: Any, storage: Any, directory: Any, metadata: Any, manifest: Any, *rest: Any) -> Any:
         from hyper_resume.checkpoint.format import extra_state
 
         found = extra_state.detect_layout(directory, metadata, manifest)
         if (found.kind == "per_rank") is not storage._extra_state_per_rank:
             raise extra_state.no_training_state_error(str(directory), "another layout than is configured")
-        return original(storage, directory, metadata, manifest)
+        return original(storage, directory, metadata, manifest, *rest)
 
     put.replace("hyper_resume.checkpoint.dcp:DistributedCheckpointer._read_extra_state", read)
 

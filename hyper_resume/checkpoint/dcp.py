@@ -24,6 +24,7 @@ from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase
 from hyper_resume.checkpoint.format import bucket_digests, layout
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.manifest import Manifest
+from hyper_resume.checkpoint.format.mesh import mesh_of_tensors
 from hyper_resume.checkpoint.history import lineage
 from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.checkpoint.loading import buffers
@@ -33,7 +34,7 @@ from hyper_resume.checkpoint.loading.reading import load_entries, load_training_
 from hyper_resume.checkpoint.loading.same_save import check_same_save
 from hyper_resume.checkpoint.saving import publication, rank_contribution
 from hyper_resume.checkpoint.saving.plan_cache import CachingPlanner, PlanCache
-from hyper_resume.checkpoint.saving.publication import SaveInProgress, draft_manifest, find_mesh
+from hyper_resume.checkpoint.saving.publication import SaveInProgress, draft_manifest
 from hyper_resume.checkpoint.saving.rank_contribution import SaveMode
 from hyper_resume.checkpoint.saving.root import WritableRoot
 from hyper_resume.checkpoint.saving.shard_writer import ShardWriter
@@ -157,7 +158,7 @@ class DistributedCheckpointer(CheckpointerBase):
             the payload to write, the writer, and the planner.
         """
         group, per_rank = self._group(), self._extra_state_per_rank
-        mesh = find_mesh(payload)
+        mesh = extra.take_mesh(training_state) or mesh_of_tensors(payload)
         prepare = partial(
             rank_contribution.prepare, save, payload, training_state, how, self._stager, per_rank=per_rank
         )
@@ -279,8 +280,8 @@ class DistributedCheckpointer(CheckpointerBase):
         of the save, and call ``check_loaded``; 4. each rank: writes to ``state``, which is unchanged until then.
 
         Returns:
-            this rank's training state, or {} when ``extra_state_skeleton`` is None. If the world size has changed, it is that
-            of the lowest saved rank (see its ``rank`` and ``world_size`` entries).
+            this rank's training state, or {} when ``extra_state_skeleton`` is None. If the world size or the mesh has changed,
+            it is that of the lowest saved rank (see its ``rank``, ``world_size`` and ``mesh`` entries).
 
         Raises:
             CheckpointNotFoundError: no such checkpoint, or it lacks the training state or a requested part of it.
@@ -297,10 +298,12 @@ class DistributedCheckpointer(CheckpointerBase):
         )
         training_state: dict[str, Any] = {}
         if extra_state_skeleton is not None:
-            training_state = self._read_extra_state(directory, metadata, manifest)
+            training_state = self._read_extra_state(directory, metadata, manifest, extra_state_skeleton)
             collective.on_all_ranks(lambda: check_same_save(training_state, save_id, directory), group)
             lacking = sorted(set(extra_state_skeleton) - set(training_state))
             collective.on_all_ranks(lambda: extra.refuse_missing_parts(path, lacking), group)
+        if manifest is not None and load_buffers.needs_file_digests(manifest, self._verify, group):
+            _, _, verified_files = LastVerified("digest").verify(directory, group, training_state=False)
         self._accept(
             path,
             load_buffers,
@@ -321,12 +324,13 @@ class DistributedCheckpointer(CheckpointerBase):
     ) -> None:
         """Read the entries, and raise on every rank if they differ from what was saved, or if ``check_loaded`` refuses them."""
         group = self._group()
-        saved = bucket_digests.saved_digests(manifest, find_mesh(load_buffers.state))
+        of_training_state = extra.saved_digests(manifest, training_state)
+        saved = {**of_training_state, **load_buffers.saved_digests(manifest)}
 
         def check() -> dict[str, str]:
             load_buffers.store(read())
             found = {**load_buffers.digests(saved), **extra.bucket_digests(training_state)}
-            bucket_digests.compare_digests(saved, found, load_buffers.incomparable_buckets(manifest), path)
+            bucket_digests.compare_digests(saved, found, path)
             if self.check_loaded is not None:
                 self.check_loaded(load_buffers.nested_state(), training_state)
             return found
@@ -336,13 +340,15 @@ class DistributedCheckpointer(CheckpointerBase):
             path=path,
             step=None if manifest is None else manifest.step,
             verified="no manifest" if manifest is None else self._verify,
-            saved=saved,
+            saved={**load_buffers.reported_digests(manifest), **of_training_state},
             loaded=loaded,
             unread=buffers.unread_on_all_ranks(collective.all_gather(load_buffers.unread, group)),
         )
 
-    def _read_extra_state(self, directory: Path, metadata: Metadata, manifest: Manifest | None) -> dict[str, Any]:
-        return load_training_state(directory, metadata, manifest, self._group())
+    def _read_extra_state(
+        self, directory: Path, metadata: Metadata, manifest: Manifest | None, skeleton: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        return load_training_state(directory, metadata, manifest, self._group(), skeleton)
 
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
         """Return the newest step directory of this root's lineage that verifies; rank 0 decides for all ranks.

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from conformance.storage.hostile.directory import INDEX, SHARD, good_files
 from hyper_resume import digest
-from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest, Mesh, encode
+from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest, encode
+from hyper_resume.checkpoint.format.mesh import Mesh
 
 MARKER = "hostile-marker"
 """The file that a payload creates in its working directory if it is executed."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from hyper_resume import collective, digest
-from hyper_resume.checkpoint.format.manifest import Manifest, Mesh
+from hyper_resume.checkpoint.format.manifest import Manifest
+from hyper_resume.checkpoint.format.mesh import Mesh
 from hyper_resume.checkpoint.tensors.threads import map_in_threads
 from hyper_resume.errors import CheckpointMismatchError, describe
 
 # Entries of at least this size are digested in threads.
 _LARGE_BYTES = 1 << 20
+# Versions 1 and 2 of the manifest have digests of the names alone.
+_PARTS = "names and parts"
 
 
 def bucket_digests(
@@ -51,34 +56,93 @@ def _entry_digests(entries: Mapping[str, Any], known: Mapping[str, bytes]) -> di
     }
 
 
-def name_digests(flat: Mapping[str, Any]) -> dict[str, str]:
-    """Return bucket -> digest of the names of this rank's entries in a flattened payload."""
+def part_digests(flat: Mapping[str, Any]) -> dict[str, str]:
+    """Return bucket -> digest of the names of this rank's entries and, of each sharded one, of which part this rank has.
+
+    Two ranks, or two runs, with the same digest hold the same part of every tensor, so their bucket digests can be compared.
+    """
+    found: dict[str, list[str]] = {}
+    known: dict[Any, str] = {}
+    for name in sorted(flat):
+        value = flat[name]
+        parts = found.setdefault(name.split(".", 1)[0], [_PARTS])
+        if isinstance(value, DTensor):
+            layout = value.device_mesh, value.placements
+            if layout not in known:
+                known[layout] = _part(*layout)
+            name += known[layout]
+        parts.append(name)
+    return {bucket: digest.state_digest_text(parts) for bucket, parts in found.items()}
+
+
+def _part(mesh: DeviceMesh, placements: Sequence[Placement]) -> str:
+    """Return how, and with which coordinates, a mesh divides a tensor; "" where the rank has all of it."""
+    coordinates = mesh.get_coordinate() or (None,) * mesh.ndim
+    return "".join(
+        f" {placement}:{coordinate}/{size}"
+        for placement, coordinate, size in zip(placements, coordinates, mesh.shape, strict=True)
+        if size > 1 and not placement.is_replicate()
+    )
+
+
+def saved_digests(manifest: Manifest | None, flat: Mapping[str, Any], mesh: Mesh | None) -> dict[str, str]:
+    """Return bucket -> digest at the save of exactly the parts that this rank has, whichever rank had them.
+
+    A bucket is left out if no rank had the same part of the same entries: after a change of placements, of the mesh or of the
+    number of ranks, the local bytes are others. Then only the files' digests say that they are those of the save.
+
+    Args:
+        manifest: of the checkpoint; None gives no digests.
+        flat: this rank's live payload, flattened.
+        mesh: that of the sharded tensors in it.
+    """
+    if manifest is None:
+        return {}
+    own, found = str(collective.rank()), {}
+    same_mesh = (manifest.world_size, manifest.mesh) == (collective.world_size(), mesh)
+    older = _name_digests(flat) if same_mesh else {}
+    for bucket, part in part_digests(flat).items():
+        holders = (rank for rank in (own, *manifest.names) if manifest.names.get(rank, {}).get(bucket) == part)
+        holder = next(holders, None)
+        if holder is None and bucket in older and manifest.names.get(own, {}).get(bucket) == older[bucket]:
+            holder = own
+        if holder is not None and bucket in manifest.buckets.get(holder, {}):
+            found[bucket] = manifest.buckets[holder][bucket]
+    return found
+
+
+def reported_digests(manifest: Manifest | None, mesh: Mesh | None) -> Mapping[str, str]:
+    """Return bucket -> digest at the save of what this rank's number had, for a report: other entries may be requested now.
+
+    Args:
+        manifest: of the checkpoint.
+        mesh: that of the sharded tensors of this rank; with a mesh on either side, the parts may be others, so there are none.
+    """
+    if manifest is None or manifest.mesh or mesh or manifest.world_size != collective.world_size():
+        return {}
+    return manifest.buckets.get(str(collective.rank()), {})
+
+
+def _name_digests(flat: Mapping[str, Any]) -> dict[str, str]:
+    """Return bucket -> digest of the names of its entries, as versions 1 and 2 of the manifest have it."""
     buckets: dict[str, list[str]] = {}
     for name in sorted(flat):
         buckets.setdefault(name.split(".", 1)[0], []).append(name)
     return {bucket: digest.state_digest_text(names) for bucket, names in buckets.items()}
 
 
-def saved_digests(manifest: Manifest | None, mesh: Mesh | None) -> Mapping[str, str]:
-    """Return this rank's bucket digests at the save; empty if there are none, or if world size or mesh have changed."""
-    if manifest is None or manifest.world_size != collective.world_size() or manifest.mesh != mesh:
-        return {}
-    return manifest.buckets.get(str(collective.rank()), {})
-
-
-def compare_digests(saved: Mapping[str, str], loaded: Mapping[str, str], others: set[str], where: str) -> None:
+def compare_digests(saved: Mapping[str, str], loaded: Mapping[str, str], where: str) -> None:
     """Refuse a bucket whose values differ from those at the save.
 
     Args:
         saved: bucket -> digest at the save.
         loaded: bucket -> digest of the values that were read.
-        others: buckets that can't be compared, because other entries are requested than were saved.
         where: the path, for the message.
 
     Raises:
         CheckpointMismatchError: names the bucket and both digests.
     """
-    for bucket in sorted((set(saved) & set(loaded)) - others):
+    for bucket in sorted(set(saved) & set(loaded)):
         if saved[bucket] != loaded[bucket]:
             raise CheckpointMismatchError(
                 describe(

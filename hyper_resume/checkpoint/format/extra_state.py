@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from hyper_resume import digest
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest
+from hyper_resume.checkpoint.format.mesh import Mesh, mesh_from_plain
 from hyper_resume.checkpoint.parsing import safe_load
 from hyper_resume.errors import (
     CheckpointMismatchError,
@@ -42,7 +43,9 @@ _UNRESTORED_STEP = -1
 # The keys that identify the rank and the save of a training state; they belong to no bucket.
 UNCOVERED = "uncovered"
 """Paths of what moved on this rank and was not saved: a remark on the state, and no part of it."""
-IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id", UNCOVERED})
+MESH = "mesh"
+"""The mesh of the run (``Mesh.to_plain``): the same for all ranks, so this library's storage keeps it once, in the manifest."""
+IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id", UNCOVERED, MESH})
 PROGRESS = "progress"
 _PROGRESS_KEYS = frozenset({"global_step", "epoch", "epoch_ended"})
 
@@ -154,6 +157,19 @@ def write_file(step_directory: Path, rank: int, content: bytes) -> FileEntry:
 def bucket_of(key: str) -> str:
     """Return the bucket of a key of the training state; all counters belong to the bucket ``progress``."""
     return PROGRESS if key in _PROGRESS_KEYS else key
+
+
+def take_mesh(training_state: dict[str, Any] | None) -> Mesh | None:
+    """Remove the mesh of the run from one rank's training state, and return it; None without one."""
+    return mesh_from_plain((training_state or {}).pop(MESH, None))
+
+
+def saved_digests(manifest: Manifest | None, training_state: Mapping[str, Any]) -> dict[str, str]:
+    """Return bucket -> digest at the save, for the buckets of a training state that was read, whichever rank's it is."""
+    if manifest is None or not training_state:
+        return {}
+    saved = manifest.buckets.get(str(training_state["rank"]), {})
+    return {bucket: saved[bucket] for bucket in map(bucket_of, training_state) if bucket in saved}
 
 
 def bucket_digests(training_state: Mapping[str, Any]) -> dict[str, str]:

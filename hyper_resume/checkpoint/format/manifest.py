@@ -19,6 +19,7 @@ from typing import Any
 from hyper_resume import digest
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.format import segments
+from hyper_resume.checkpoint.format.mesh import Mesh, mesh_from_plain
 from hyper_resume.checkpoint.parsing.strict_json import JsonFormatError, JsonObject, parse_json
 from hyper_resume.checkpoint.tensors.threads import map_in_threads
 from hyper_resume.errors import CheckpointMismatchError, describe
@@ -56,14 +57,6 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """The device mesh of the sharded parameters: names of its dimensions and their sizes."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The content of a manifest.
 
@@ -74,14 +67,14 @@ class Manifest:
             that went back saves the same steps again.
         ancestors: (step, save id) of the saves that this one continues, newest last.
         world_size: number of ranks.
-        mesh: see :class:`Mesh`; None without sharded parameters.
+        mesh: the mesh of the run, or of its sharded parameters if only these are known; None for plain data parallelism.
         created_at: UTC, ISO 8601.
         versions: the versions of the library and of torch.
         metrics: the metrics by which retention ranks saves.
         files: path below the step directory (``/`` between parts) -> entry; all files but the manifest itself.
         buckets: rank as text -> bucket -> digest of that rank's part of the live state, at the call of ``save``.
-        names: rank as text -> bucket -> digest of the names of that rank's entries, for the buckets of the payload. Bucket
-            digests can be compared only if a load requests the same entries.
+        names: rank as text -> bucket -> digest of the names of that rank's entries and of which parts of them it has, for the
+            buckets of the payload. Bucket digests can be compared only if a load requests the same parts of the same entries.
         uncovered: rank as text -> paths of what moved on that rank between two saves and is in no bucket; ranks without any
             are left out.
     """
@@ -112,7 +105,7 @@ def encode(manifest: Manifest) -> bytes:
         "format_version": FORMAT_VERSION,
         # Not asdict, which would copy everything.
         **vars(manifest),
-        "mesh": None if manifest.mesh is None else vars(manifest.mesh),
+        "mesh": None if manifest.mesh is None else manifest.mesh.to_plain(),
         "files": {name: vars(entry) for name, entry in manifest.files.items()},
     }
     whole = {**content, "digest": _own_digest(content)}
@@ -175,7 +168,7 @@ def _decode(found: Any) -> Manifest:
         ordinal=form.integer("ordinal", least=0),
         ancestors=tuple(_ancestor(item) for item in form.items("ancestors", most=MAX_ANCESTORS)),
         world_size=form.integer("world_size", least=1),
-        mesh=_mesh(found["mesh"]),
+        mesh=mesh_from_plain(found["mesh"]),
         created_at=form.text("created_at"),
         versions={name: form.child("versions").text(name) for name in form.keys_of("versions")},
         metrics={name: form.child("metrics").number(name) for name in form.keys_of("metrics")},
@@ -193,18 +186,6 @@ def _decode(found: Any) -> Manifest:
 def _ancestor(item: Any) -> tuple[int, str]:
     pair = JsonObject({"step": item[0], "attempt": item[1]} if isinstance(item, list) and len(item) == 2 else item)
     return pair.integer("step", least=0), pair.text("attempt", pattern=_ATTEMPT)
-
-
-def _mesh(found: Any) -> Mesh | None:
-    if found is None:
-        return None
-    form = JsonObject(found)
-    form.refuse_unknown_keys("names", "shape")
-    names = [JsonObject({"name": item}).text("name") for item in form.items("names", most=16)]
-    shape = [JsonObject({"size": item}).integer("size", least=1) for item in form.items("shape", most=16)]
-    if len(names) != len(shape):
-        raise JsonFormatError(f"mesh: {len(names)} names and {len(shape)} sizes")
-    return Mesh(names=tuple(names), shape=tuple(shape))
 
 
 def _file_entry(name: str, form: JsonObject) -> FileEntry:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
@@ -11,8 +11,9 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hyper_resume import collective
-from hyper_resume.checkpoint.format.bucket_digests import bucket_digests, name_digests
+from hyper_resume.checkpoint.format.bucket_digests import bucket_digests, reported_digests, saved_digests
 from hyper_resume.checkpoint.format.manifest import Manifest
+from hyper_resume.checkpoint.format.mesh import mesh_of_tensors
 from hyper_resume.checkpoint.loading.entry_reader import ReadResult
 from hyper_resume.checkpoint.loading.required_entries import (
     MODEL_BUCKET,
@@ -82,11 +83,23 @@ class LoadBuffers:
         found: dict[str, Any] = unflatten_state_dict({**self._live, **self._read}, self._places)
         return found
 
-    def incomparable_buckets(self, manifest: Manifest | None) -> set[str]:
-        """Return the buckets whose digests can't be compared, because this rank requests other entries than it saved."""
-        saved = {} if manifest is None else manifest.names.get(str(collective.rank()), {})
-        asked = name_digests(self._live)
-        return {bucket for bucket in asked if saved.get(bucket) != asked[bucket]}
+    def saved_digests(self, manifest: Manifest | None) -> dict[str, str]:
+        """Return bucket -> digest at the save of what this rank requests; without buckets that no rank saved in these parts."""
+        return saved_digests(manifest, self._live, mesh_of_tensors(self.state))
+
+    def reported_digests(self, manifest: Manifest | None) -> Mapping[str, str]:
+        """Return :meth:`saved_digests` and, without sharded tensors, those of buckets of which other entries were saved."""
+        return {**reported_digests(manifest, mesh_of_tensors(self.state)), **self.saved_digests(manifest)}
+
+    def needs_file_digests(self, manifest: Manifest, verified: Literal["digest", "size"], group: Any) -> bool:
+        """True if only the digests of the files can say that what will be read was saved, and they are not verified yet.
+
+        A bucket that some rank requests in other parts than were saved has no digest to be compared with. Every rank calls it.
+        """
+        if verified == "digest":
+            return False
+        buckets = {place[0] for place in self._places.values()}
+        return any(collective.all_gather(not buckets <= set(self.saved_digests(manifest)), group))
 
     def digests(self, like: Mapping[str, str]) -> dict[str, str]:
         """Return bucket -> digest of the values that were read, in the digest format that ``like`` has for the bucket."""

@@ -15,6 +15,7 @@ from hyper_resume import collective
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.layout import STAGING_NAME
 from hyper_resume.checkpoint.format.manifest import Manifest
+from hyper_resume.checkpoint.format.mesh import covers, mesh_from_plain, same_places
 from hyper_resume.checkpoint.format.save_id import SAVE_ID, SHARD_ENTRY_PATTERN
 from hyper_resume.checkpoint.format.segments import VerifiedFile
 from hyper_resume.checkpoint.loading.entry_reader import EntryReader, ReadResult
@@ -86,8 +87,20 @@ def read_training_state(
     return extra.unwrap_embedded({key: values[name] for key, name in names.items()}, rank, str(directory))
 
 
-def load_training_state(directory: Path, metadata: Metadata, manifest: Manifest | None, group: Any) -> dict[str, Any]:
-    """Read this rank's training state, or the lowest saved rank's if the world size has changed. Every rank calls it.
+def load_training_state(
+    directory: Path, metadata: Metadata, manifest: Manifest | None, group: Any, skeleton: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Read this rank's training state, or the lowest saved rank's if the world size or the mesh changed. Every rank calls it.
+
+    After such a change, the state of a rank's number may be that of another place in the mesh. One state for all ranks keeps
+    those equal that work on the same samples.
+
+    Args:
+        directory: the step directory.
+        metadata: its DCP metadata.
+        manifest: its manifest, if it has one.
+        group: the process group of all ranks.
+        skeleton: has the mesh of this run, if the caller knows it; the result has that of the run which saved.
 
     Raises:
         CheckpointNotFoundError: there is none, or none of this rank.
@@ -97,14 +110,16 @@ def load_training_state(directory: Path, metadata: Metadata, manifest: Manifest 
     found = collective.on_rank_zero(lambda: extra.detect_layout(directory, metadata, manifest), group)
     first = found.ranks[0]
     probe = collective.on_all_ranks(lambda: read_training_state(directory, metadata, found, first), group)
-    if probe["world_size"] == world_size:
+    mesh = _saved_mesh(manifest, skeleton)
+    if probe["world_size"] == world_size and _is_same_mesh(mesh, skeleton, world_size):
         state = collective.on_all_ranks(lambda: read_training_state(directory, metadata, found, rank), group)
     else:
         logger.warning(
-            "the checkpoint was saved by %s ranks and is resumed by %s: progress, scheduler and data position come "
+            "the checkpoint was saved by %s ranks and is resumed by %s%s: progress, scheduler and data position come "
             "from rank %s",
             probe["world_size"],
             world_size,
+            " on another mesh" if probe["world_size"] == world_size else "",
             first,
         )
         state = probe
@@ -123,7 +138,20 @@ def load_training_state(directory: Path, metadata: Metadata, manifest: Manifest 
         logger.info("Read extra_state embedded in the DCP state dict")
     else:
         logger.info("Read extra_state from %s", extra.file_path(directory, state["rank"]))
-    return state
+    return {**state, extra.MESH: mesh}
+
+
+def _saved_mesh(manifest: Manifest | None, skeleton: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the mesh of the run that saved; this run's where it isn't known, so that only a change of world size is seen."""
+    if manifest is None or not covers(manifest.mesh, manifest.world_size):
+        return skeleton.get(extra.MESH)
+    return None if manifest.mesh is None else manifest.mesh.to_plain()
+
+
+def _is_same_mesh(saved: Any, skeleton: Mapping[str, Any], world_size: int) -> bool:
+    if extra.MESH not in skeleton:
+        return True
+    return same_places(mesh_from_plain(saved), mesh_from_plain(skeleton[extra.MESH]), world_size)
 
 
 def read_save_id(directory: Path, metadata: Metadata, manifest: Manifest | None = None) -> str | None:

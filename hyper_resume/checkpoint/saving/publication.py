@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import SaveEvent, SaveListener
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format import layout
-from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest, Mesh
+from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest
+from hyper_resume.checkpoint.format.mesh import Mesh
 from hyper_resume.checkpoint.history import retention
 from hyper_resume.checkpoint.history.lineage import Ancestors
 from hyper_resume.checkpoint.history.retention import Retention
@@ -113,27 +113,6 @@ def _own_version() -> str:
         return version("hyper_resume")
     except PackageNotFoundError:
         return "not installed"
-
-
-def find_mesh(state: Any) -> Mesh | None:
-    """Return the mesh of the sharded tensors in a nested state, that with the most dimensions; None without such tensors."""
-    found: Mesh | None = None
-    for tensor in _sharded(state):
-        mesh = tensor.device_mesh
-        if found is None or mesh.ndim > len(found.shape):
-            names = mesh.mesh_dim_names or tuple(f"dim_{index}" for index in range(mesh.ndim))
-            found = Mesh(names=tuple(names), shape=tuple(int(size) for size in mesh.shape))
-    return found
-
-
-def _sharded(state: Any) -> list[DTensor]:
-    if isinstance(state, DTensor):
-        return [state]
-    if isinstance(state, Mapping):
-        return [tensor for value in state.values() for tensor in _sharded(value)]
-    if isinstance(state, (list, tuple)):
-        return [tensor for value in state for tensor in _sharded(value)]
-    return []
 
 
 def end_save_process() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_resume import collective, device
 from hyper_resume.checkpoint.format import extra_state as extra
-from hyper_resume.checkpoint.format.bucket_digests import bucket_digests, name_digests
+from hyper_resume.checkpoint.format.bucket_digests import bucket_digests, part_digests
 from hyper_resume.checkpoint.format.manifest import FileEntry
 from hyper_resume.checkpoint.format.save_id import SAVE_ID, add_save_id
 from hyper_resume.checkpoint.saving.plan_cache import Layout, payload_layout
@@ -34,7 +34,7 @@ class RankContribution:
         written: the payload that DCP writes; for a save in a thread, a copy.
         flat: entry name -> value of the live payload.
         layout: everything that the save plan depends on.
-        names: bucket -> digest of the names of its entries.
+        names: bucket -> digest of the names of its entries, and of which parts of them this rank has.
         buckets: bucket -> digest, for the buckets that are digested so far.
         files: path below the step directory -> manifest entry, for the files that are written already.
         uncovered: paths of what moves on this rank and is not saved.
@@ -107,7 +107,7 @@ def prepare(
     for kind in {value.device.type for value in flat.values() if isinstance(value, torch.Tensor)}:
         device.synchronize(kind)
     buckets = extra.bucket_digests(training_state or {})
-    part = RankContribution(payload, flat, layout, name_digests(flat), buckets)
+    part = RankContribution(payload, flat, layout, part_digests(flat), buckets)
     part.uncovered = tuple((training_state or {}).get(extra.UNCOVERED, ()))
     if how == "thread":
         staged = stager.stage(flat, places)

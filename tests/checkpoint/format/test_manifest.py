@@ -13,7 +13,8 @@ import pytest
 import xxhash
 
 from hyper_resume.checkpoint.format import manifest
-from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest, Mesh
+from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest
+from hyper_resume.checkpoint.format.mesh import Mesh
 from hyper_resume.errors import CheckpointMismatchError
 
 GOLDEN = Path(__file__).parent / "golden" / "manifest_version_3.json"
@@ -26,7 +27,7 @@ WHOLE = Manifest(
     ordinal=4,
     ancestors=((4, "global_step_4.aaaaaaaaaaaa"), (8, "global_step_8.bbbbbbbbbbbb")),
     world_size=4,
-    mesh=Mesh(names=("dp", "tp"), shape=(2, 2)),
+    mesh=Mesh(names=("dp", "tp"), shape=(2, 2), ranks=(0, 2, 1, 3)),
     created_at="2026-11-30T08:00:00.000+00:00",
     versions={"hyper_resume": "0.1.0", "torch": "2.13.0"},
     metrics={"loss": 2.5, "steps": 3.0, "tiny": 5e-324, "large": 1.7976931348623157e308},
@@ -68,6 +69,7 @@ def refusal(content: bytes) -> str:
     [
         {},
         {"mesh": None},
+        {"mesh": Mesh(names=("dp", "tp"), shape=(2, 2))},
         {"ancestors": ()},
         {"metrics": {}},
         {"buckets": {}},
@@ -99,7 +101,9 @@ def test_the_file_that_was_checked_in_stays_readable() -> None:
 
 @pytest.mark.parametrize("file", EARLIER, ids=["1", "2"])
 def test_the_files_of_earlier_versions_stay_readable_and_name_nothing_uncovered(file: Path) -> None:
-    assert manifest.decode(file.read_bytes(), "golden") == replace(WHOLE, uncovered={})
+    # Their meshes have no order of ranks.
+    mesh = Mesh(names=("dp", "tp"), shape=(2, 2))
+    assert manifest.decode(file.read_bytes(), "golden") == replace(WHOLE, uncovered={}, mesh=mesh)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +242,9 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "mesh as a list": (changed("mesh", to=[2, 2]), "expected an object, found list"),
     "mesh of 17 dimensions": (changed("mesh", to={"names": ["d"] * 17, "shape": [1] * 17}), "at most 16"),
     "mesh without names": (changed("mesh", to={"names": ["dp"], "shape": [2, 2]}), "1 names and 2 sizes"),
+    "mesh with a rank twice": (changed("mesh", "ranks", to=[0, 1, 1, 2]), "4 places do not hold one rank each"),
+    "mesh of too few ranks": (changed("mesh", "ranks", to=[0, 1]), "4 places do not hold one rank each"),
+    "mesh of ranks as texts": (changed("mesh", "ranks", to=["0", "1", "2", "3"]), "rank: expected int, found str"),
     "too many ancestors": (changed("ancestors", to=[[1, "a"]] * 513), "at most 512 items, found 513"),
     "an ancestor of three": (changed("ancestors", to=[[1, "a", "b"]]), "expected an object, found list"),
     "an ancestor out of the root": (changed("ancestors", to=[[1, "../a"]]), "not a valid text"),
