@@ -41,6 +41,11 @@ def check_dataloader(train_dataloader: Any, saved: dict[str, Any] | None) -> lis
     return [f"the data has changed since the checkpoint ({'; '.join(changes)})"] if changes else []
 
 
+def knows_shares(train_dataloader: Any) -> bool:
+    """True for a loader whose position is the same on all ranks, and whose state has the number of data-parallel ranks."""
+    return hasattr(getattr(train_dataloader, "order", None), "dp_world_size")
+
+
 def apply_dataloader(train_dataloader: Any, saved: dict[str, Any] | None, *, undo: ExitStack | None = None) -> bool:
     """Set the loader's position; call it before the iterator is created. Returns False if the bucket was skipped.
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hyper_resume.device import get_device_rng_state, set_device_rng_state
+from hyper_resume.device import get_device_rng_state, seed_device, set_device_rng_state
 from hyper_resume.errors import CheckpointMismatchError, UnsupportedError, describe
 
 STREAMS = ("torch_cpu", "torch_device", "python", "numpy")
@@ -103,6 +103,25 @@ def streams_kept(device_type: str) -> Iterator[None]:
         yield
     finally:
         apply_rng(streams, device_type)
+
+
+def derive_streams(seed: int, global_step: int, coordinate: int, device_type: str) -> None:
+    """Set every random stream of this process anew, as a function of the arguments alone.
+
+    Ranks with the same data-parallel coordinate get the same streams, ranks with different ones streams that are independent
+    (by ``numpy.random.SeedSequence``), and another step gives others.
+    """
+    words = np.random.SeedSequence((seed % 2**64, global_step, coordinate)).generate_state(1, np.uint64)
+    # Not negative, which not every stream accepts.
+    seed_streams(int(words[0] >> np.uint64(1)), device_type)
+
+
+def seed_streams(seed: int, device_type: str) -> None:
+    """Seed every stream of this process: torch's CPU and device, Python's, NumPy's."""
+    torch.manual_seed(seed)
+    seed_device(device_type, seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _as_tuple(state: Any) -> Any:

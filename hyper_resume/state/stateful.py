@@ -90,6 +90,36 @@ def check_stateful(found: Mapping[str, Any], saved: Mapping[str, Any]) -> list[s
     ]
 
 
+def refuse_sharded_parts(found: Mapping[str, Any], what: str) -> None:
+    """Refuse objects whose state has sharded tensors: each rank saved its part, and these are the parts of another mesh.
+
+    Args:
+        found: name -> object.
+        what: what has changed, for the message.
+
+    Raises:
+        CheckpointMismatchError: names the object.
+    """
+    for name, value in found.items():
+        if hasattr(value, "state_dict") and _has_shards(value.state_dict()):
+            raise CheckpointMismatchError(
+                describe(
+                    f"the saved part of {name} does not fit this rank",
+                    expected="the parts of its sharded tensors as this mesh divides them",
+                    found=f"those of another mesh ({what})",
+                    do="resume with the number of ranks and the parallel sizes that were saved",
+                )
+            )
+
+
+def _has_shards(value: Any) -> bool:
+    if isinstance(value, DTensor):
+        return value.to_local().shape != value.shape
+    if isinstance(value, Mapping):
+        return any(_has_shards(item) for item in value.values())
+    return isinstance(value, (list, tuple)) and any(_has_shards(item) for item in value)
+
+
 def apply_stateful(found: Mapping[str, Any], saved: Mapping[str, Any], *, undo: ExitStack | None = None) -> None:
     """Restore every object that has a saved state; a warning lists the names that only one side has.
 

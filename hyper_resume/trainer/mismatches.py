@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hyper_resume import collective
 from hyper_resume.checkpoint.format.extra_state import UNCOVERED
 from hyper_resume.config.schema import CheckpointingConfig
-from hyper_resume.state.dataloader import check_dataloader, why_streams_move
+from hyper_resume.state.dataloader import check_dataloader, knows_shares, why_streams_move
 from hyper_resume.state.model import check_model
 from hyper_resume.state.names import first_names, parameter_names
 from hyper_resume.state.optimizer import (
@@ -26,14 +25,14 @@ from hyper_resume.state.optimizer import (
 )
 from hyper_resume.state.rng import check_rng
 from hyper_resume.state.scheduler import check_scheduler_fields, check_schedulers
-from hyper_resume.state.stateful import check_stateful
+from hyper_resume.state.stateful import check_stateful, refuse_sharded_parts
 from hyper_resume.trainer.payload import as_list, device_type, stateful_of
 from hyper_resume.trainer.resume_point import check_position, knows_position
+from hyper_resume.trainer.run_mesh import StreamIdentity
 from hyper_resume.trainer.uncovered import reasons_of
 
 NOT_ASKED_FOR = "not asked for"
 _NOTHING = "neither the checkpoint nor this trainer has any"
-_OTHER_RANKS = "the number of ranks changed: random streams start from the seed instead of where they were"
 # The top-level entries of a checkpoint of this library; nothing restores any other entry.
 _KNOWN_ENTRIES = frozenset({"model", "optimizer", "extra_state", "save_id"})
 
@@ -68,6 +67,7 @@ def find_mismatches(
     payload: Mapping[str, Any],
     extra_state: Mapping[str, Any],
     path: str,
+    streams: StreamIdentity,
 ) -> Mismatches:
     """Compare every bucket with the live trainer; changes nothing and enters no collective.
 
@@ -78,6 +78,7 @@ def find_mismatches(
         payload: model and optimizer as they were read.
         extra_state: this rank's training state as it was read.
         path: the checkpoint, for messages.
+        streams: whose per-rank state this rank has.
 
     Raises:
         CheckpointMismatchError: a bucket can't be applied at all.
@@ -87,7 +88,7 @@ def find_mismatches(
         mismatches.add("model", check_model(trainer.model, entries), warn=True)
     _check_optimizer(mismatches, trainer, config, entries, payload, path)
     if config.restore_train_state:
-        _check_training_state(mismatches, trainer, extra_state)
+        _check_training_state(mismatches, trainer, extra_state, streams)
         for bucket, reason in reasons_of(extra_state.get(UNCOVERED) or ()).items():
             mismatches.add(bucket, [reason], warn=True)
             if mismatches.absent.get(bucket) == _NOTHING:
@@ -123,7 +124,9 @@ def _check_optimizer(
     mismatches.add("optimizer", check_optimizers(optimizers, names, payload["optimizer"]))
 
 
-def _check_training_state(mismatches: Mismatches, trainer: Any, extra_state: Mapping[str, Any]) -> None:
+def _check_training_state(
+    mismatches: Mismatches, trainer: Any, extra_state: Mapping[str, Any], streams: StreamIdentity
+) -> None:
     schedulers, saved = as_list(trainer.lr_scheduler), extra_state.get("lr_scheduler") or []
     mismatches.add("lr_scheduler", check_schedulers(schedulers, saved))
     mismatches.add("lr_scheduler", check_scheduler_fields(schedulers, saved), warn=True)
@@ -143,15 +146,17 @@ def _check_training_state(mismatches: Mismatches, trainer: Any, extra_state: Map
     mismatches.add("stateful", check_stateful(found, states))
     if not found and not states:
         mismatches.absent["stateful"] = _NOTHING
-    if is_own_rank(extra_state):
+    change = streams.change_since(extra_state)
+    if change is None:
         mismatches.add("rng_state", check_rng(extra_state["rng_state"], device_type(trainer)), warn=True)
         mismatches.add("rng_state", why_streams_move(trainer.train_dataloader), warn=True)
         return
-    mismatches.add("rng_state", [_OTHER_RANKS], warn=True)
+    mismatches.add("rng_state", [change], warn=True)
+    what = change.partition(":")[0]
     if set(found) & set(states):
-        mismatches.add("stateful", [f"the number of ranks changed: this is the state of rank {extra_state['rank']}"])
-
-
-def is_own_rank(extra_state: Mapping[str, Any]) -> bool:
-    """True when the training state was saved by this rank in a world of the same size."""
-    return (extra_state["rank"], extra_state["world_size"]) == (collective.rank(), collective.world_size())
+        refuse_sharded_parts({name: found[name] for name in states if name in found}, what)
+        mismatches.add("stateful", [f"{what}: this is the state of rank {extra_state.get('rank')}"])
+    if position is not None and not knows_shares(trainer.train_dataloader):
+        mismatches.add(
+            "train_dataloader", [f"{what}: this is the position of rank {extra_state.get('rank')}"], warn=True
+        )

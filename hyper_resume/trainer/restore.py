@@ -14,6 +14,7 @@ from typing import Any
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase
+from hyper_resume.checkpoint.format.extra_state import MESH
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import CheckpointMismatchError, describe
 from hyper_resume.state.certificate import BUCKETS, BucketCertificate, Certificate, certify_bucket
@@ -25,7 +26,7 @@ from hyper_resume.state.rng import apply_rng, collect_rng, streams_kept
 from hyper_resume.state.scheduler import apply_schedulers
 from hyper_resume.state.stateful import apply_stateful
 from hyper_resume.trainer.bucket_digests import live_digests, read_digests
-from hyper_resume.trainer.mismatches import Mismatches, find_mismatches, is_own_rank
+from hyper_resume.trainer.mismatches import Mismatches, find_mismatches
 from hyper_resume.trainer.payload import (
     EXTRA_STATE_SKELETON,
     as_list,
@@ -35,6 +36,7 @@ from hyper_resume.trainer.payload import (
     stateful_of,
 )
 from hyper_resume.trainer.resume_point import resume_point
+from hyper_resume.trainer.run_mesh import StreamIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class _Restore:
         self._findings: Mismatches | None = None
         self._digests: Mapping[str, str] = {}
         self._entries: Mapping[str, Any] | None = None
+        self._streams = StreamIdentity(trainer)
 
     def run(self) -> Certificate:
         trainer, config, checkpointer = self._trainer, self._config, self._checkpointer
@@ -102,7 +105,7 @@ class _Restore:
                 self._path,
                 self._destination,
                 strict_model=not config.is_peft,
-                extra_state_skeleton=dict(EXTRA_STATE_SKELETON) if config.restore_train_state else None,
+                extra_state_skeleton=self._skeleton() if config.restore_train_state else None,
             )
         finally:
             checkpointer.check_loaded = None
@@ -119,12 +122,19 @@ class _Restore:
             )
         return certificate
 
+    def _skeleton(self) -> dict[str, Any]:
+        """Return what the training state must have, with the mesh of this run, which decides whose state each rank gets."""
+        mesh = self._streams.mesh
+        return {**EXTRA_STATE_SKELETON, MESH: None if mesh is None else mesh.to_plain()}
+
     # ---- before the live model is written ---------------------------------------------------------------------------
 
     def _check_and_apply(self, read: Mapping[str, Any], extra_state: Mapping[str, Any]) -> None:
         """Check what was read, then apply all of it except the model's tensors."""
         payload = _overlay(self._destination, read)
-        mismatches = find_mismatches(self._trainer, self._config, self._entries, payload, extra_state, self._path)
+        mismatches = find_mismatches(
+            self._trainer, self._config, self._entries, payload, extra_state, self._path, self._streams
+        )
         if self._config.on_mismatch == "error" and mismatches.all_reasons():
             raise _refusal(self._path, mismatches.all_reasons())
         for reason in mismatches.unlogged:
@@ -157,11 +167,7 @@ class _Restore:
         positioned = apply_dataloader(trainer.train_dataloader, extra_state.get("train_dataloader"), undo=undo)
         trainer.start_epoch, trainer.start_step = resume_point(trainer, positioned=positioned)
         apply_stateful(stateful_of(trainer), extra_state.get("stateful") or {}, undo=undo)
-        self._apply_streams(extra_state)
-
-    def _apply_streams(self, extra_state: Mapping[str, Any]) -> None:
-        if is_own_rank(extra_state):
-            apply_rng(extra_state["rng_state"], device_type(self._trainer))
+        self._streams.apply(extra_state)
 
     # ---- after it was written ---------------------------------------------------------------------------------------
 
@@ -169,7 +175,7 @@ class _Restore:
         apply_model(self._trainer.model, self._destination["model"], strict=not self._config.is_peft)
         if self._config.restore_train_state:
             # Once more, and last: a load hook may have drawn random numbers.
-            self._apply_streams(extra_state)
+            self._streams.apply(extra_state)
 
     def _judge_buckets(self, extra_state: Mapping[str, Any]) -> list[BucketCertificate]:
         """Judge every bucket of this rank, without moving a random stream, whatever a foreign ``state_dict`` does."""

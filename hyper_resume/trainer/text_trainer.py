@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -14,11 +12,12 @@ from hyper_resume import collective
 from hyper_resume.config.schema import RunConfig
 from hyper_resume.data.loader import DataLoader
 from hyper_resume.data.text import build_text_dataset, collate
-from hyper_resume.device import DeviceContext, resolve_device, seed_device
+from hyper_resume.device import DeviceContext, resolve_device
 from hyper_resume.models.build import build_model
 from hyper_resume.models.lora import apply_lora
 from hyper_resume.optim.build import build_lr_schedulers, build_optimizer
 from hyper_resume.parallel import ParallelMesh, build_mesh, parallelize
+from hyper_resume.state.rng import seed_streams
 from hyper_resume.trainer.base import BaseTrainer, planned_steps
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ class TextTrainer:
         self.base.train()
 
     def _build_model(self, vocab_size: int) -> nn.Module:
-        seed_everything(self.config.training.seed, self.device.type)
+        seed_streams(self.config.training.seed, self.device.type)
         config, device = self.config.model, self.device.device
         model = collective.on_all_ranks(
             lambda: apply_lora(build_model(config, vocab_size=vocab_size), config.lora).to(device)
@@ -90,15 +89,7 @@ class TextTrainer:
         dataset that draws random numbers must give them the same sample.
         """
         dp_rank = 0 if self.mesh is None else self.mesh.dp_rank
-        seed_everything(self.config.training.seed + 1 + dp_rank, self.device.type)
-
-
-def seed_everything(seed: int, device_type: str) -> None:
-    """Seed every stream of this process: torch's CPU and device, Python's, NumPy's."""
-    torch.manual_seed(seed)
-    seed_device(device_type, seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+        seed_streams(self.config.training.seed + 1 + dp_rank, self.device.type)
 
 
 def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

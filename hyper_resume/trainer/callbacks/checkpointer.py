@@ -18,7 +18,7 @@ import torch
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_checkpointer
-from hyper_resume.checkpoint.format.extra_state import UNCOVERED
+from hyper_resume.checkpoint.format.extra_state import MESH, UNCOVERED
 from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
@@ -30,6 +30,7 @@ from hyper_resume.trainer.callbacks.base import Callback
 from hyper_resume.trainer.payload import collect_extra_state, collect_payload, device_type
 from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.restore import restore
+from hyper_resume.trainer.run_mesh import find_run_mesh
 from hyper_resume.trainer.schedule_order import ScheduleOrder
 from hyper_resume.trainer.state import TrainerState
 from hyper_resume.trainer.unchanged_buckets import UnchangedBuckets
@@ -202,8 +203,12 @@ class CheckpointerCallback(Callback):
             logger.warning("%s", warning)
 
     def _training_state(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        uncovered = [*self._schedule_order.uncovered(), *self._uncovered.at_save(payload)]
-        return {**collect_extra_state(self.trainer), UNCOVERED: uncovered}
+        mesh = find_run_mesh(self.trainer)
+        return {
+            **collect_extra_state(self.trainer),
+            UNCOVERED: [*self._schedule_order.uncovered(), *self._uncovered.at_save(payload)],
+            MESH: None if mesh is None else mesh.to_plain(),
+        }
 
     def _directory(self) -> Path:
         return Path(self.config.checkpoint_dir) / f"global_step_{self._state.global_step}"
