@@ -29,6 +29,12 @@ def _streams_of_rank_0_for_all(put: Saboteur) -> None:
     put.replace(f"{_RESTORE}:apply_rng", apply)
 
 
+@sabotage("places-by-rank-number")
+def _places_by_rank_number(put: Saboteur) -> None:
+    put.replace("hyper_resume.checkpoint.format.mesh:same_places", lambda original, *args: True)
+    put.replace("hyper_resume.checkpoint.loading.reading:same_places", lambda original, *args: True, fires=False)
+
+
 @sabotage("muon-momentum-left-behind")
 def _muon_momentum_left_behind(put: Saboteur) -> None:
     def apply(original: Any, optimizers: Any, names: Any, loaded: Any, **how: Any) -> None:
