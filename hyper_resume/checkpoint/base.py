@@ -34,7 +34,7 @@ class LoadReport:
     """The result of this rank's last load.
 
     ``saved`` and ``loaded`` map a bucket to the digest of this rank's part: at the save, and of the values that were read.
-    ``saved`` is empty when the checkpoint holds no digests, or when the world size or the mesh differs from the save's.
+    ``saved`` lacks a bucket if the checkpoint holds no digest of it, or if no rank had the same parts of its sharded tensors.
     ``unread`` names the entries of the checkpoint that no rank requested.
     """
 
@@ -95,7 +95,8 @@ class CheckpointerBase(ABC):
             state: nested dicts of tensors with the shapes and dtypes of the checkpoint; other leaves are replaced.
             strict_model: a model key that is missing in the checkpoint is an error.
             extra_state_skeleton: the keys of the training state that must be read; None reads no training state and returns
-                an empty dict.
+                an empty dict. ``mesh`` has the mesh of this run. What is returned there is that of the run which saved, as it
+                was in the training state that was saved.
         """
 
     def add_listener(self, listener: SaveListener) -> None:
