@@ -18,7 +18,7 @@ import torch
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_checkpointer
-from hyper_resume.checkpoint.format.extra_state import UNCOVERED
+from hyper_resume.checkpoint.format.extra_state import RUN, UNCOVERED
 from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
@@ -30,6 +30,7 @@ from hyper_resume.trainer.callbacks.base import Callback
 from hyper_resume.trainer.payload import collect_extra_state, collect_payload, device_type
 from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.restore import restore
+from hyper_resume.trainer.run_fingerprint import RunFingerprint
 from hyper_resume.trainer.schedule_order import ScheduleOrder
 from hyper_resume.trainer.state import TrainerState
 from hyper_resume.trainer.unchanged_buckets import UnchangedBuckets
@@ -80,6 +81,7 @@ class CheckpointerCallback(Callback):
         self._unchanged_buckets = UnchangedBuckets()
         self._uncovered = UncoveredState(trainer, self.config)
         self._schedule_order = ScheduleOrder(trainer)
+        self._fingerprint: RunFingerprint | None = None
         self._records: Path | None = _trajectory_directory(trainer)
         if self.config.save_optimizer or self.config.restore_optimizer:
             flatten_optimizers(trainer.optimizer)
@@ -93,6 +95,8 @@ class CheckpointerCallback(Callback):
             logger.warning("checkpoint.%s is reserved for the Hugging Face export and has no effect yet", name)
         if self._records is not None and self.config.save_ckpt:
             self.checkpointer.add_listener(SaveRecords(self._records))
+        # Before the restore: what a new run is made of is compared with what was saved.
+        self._fingerprint = collective.on_all_ranks(lambda: RunFingerprint(self.trainer, self.config))
         path = self._resolve_restore_path()
         certificate = None if path is None else self._load_checkpoint(path)
         if self.config.save_ckpt:
@@ -203,7 +207,8 @@ class CheckpointerCallback(Callback):
 
     def _training_state(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         uncovered = [*self._schedule_order.uncovered(), *self._uncovered.at_save(payload)]
-        return {**collect_extra_state(self.trainer), UNCOVERED: uncovered}
+        run = {} if self._fingerprint is None else {RUN: self._fingerprint.description}
+        return {**collect_extra_state(self.trainer), UNCOVERED: uncovered, **run}
 
     def _directory(self) -> Path:
         return Path(self.config.checkpoint_dir) / f"global_step_{self._state.global_step}"
@@ -216,7 +221,8 @@ class CheckpointerCallback(Callback):
 
     def _load_checkpoint(self, path: str) -> Certificate:
         trainer, config = self.trainer, self.config
-        certificate = restore(trainer, config, self.checkpointer, path)
+        assert self._fingerprint is not None  # set by on_train_begin
+        certificate = restore(trainer, config, self.checkpointer, path, self._fingerprint)
         if config.restore_train_state:
             self._last_saved_step = self._state.global_step
             self.last_saved = path
