@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         return qualified_name(type(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    elif isinstance(value, SimpleNamespace):
+    elif isinstance(value, (SimpleNamespace, argparse.Namespace)):
         value = vars(value)
     elif isinstance(value, (set, frozenset)):
         value = sorted(value, key=repr)

@@ -104,9 +104,7 @@ def replay(schedulers: Sequence[Any], saved: Sequence[Any]) -> Replay | None:
         # A method among them would take its object along.
         memo.update({id(function): function for function in getattr(scheduler, _FUNCTIONS, None) or ()})
     try:
-        counts = [
-            state["last_epoch"] - scheduler.last_epoch for scheduler, state in zip(schedulers, saved, strict=True)
-        ]
+        counts = [_steps(state) - _steps(vars(one)) for one, state in zip(schedulers, saved, strict=True)]
         copies = copy.deepcopy(list(schedulers), memo)
         with warnings.catch_warnings():
             # torch can't see that an optimizer has stepped in between.
@@ -118,6 +116,14 @@ def replay(schedulers: Sequence[Any], saved: Sequence[Any]) -> Replay | None:
     except Exception:  # noqa: BLE001  any scheduler of a user: it has no such step
         return None
     return Replay(copies, stand_ins) if min(counts, default=0) >= 0 else None
+
+
+def _steps(fields: Mapping[str, Any]) -> int:
+    """Return how often a scheduler was stepped; a chained one has no count of its own."""
+    if "last_epoch" in fields:
+        return int(fields["last_epoch"])
+    first = fields[_INNER][0]
+    return _steps(first if isinstance(first, Mapping) else vars(first))
 
 
 def _all(schedulers: Sequence[Any]) -> list[Any]:

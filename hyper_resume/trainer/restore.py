@@ -264,6 +264,7 @@ def _refusal(path: str, reasons: list[str]) -> CheckpointMismatchError:
             where=path,
             expected="every bucket as it was saved",
             found="; ".join(reasons),
-            do="resume with the settings of the save, or set checkpoint.on_mismatch=warn to accept these differences",
+            do="resume with the settings of the save, declare wanted changes in checkpoint.override_on_restore, or set "
+            "checkpoint.on_mismatch=warn to accept these differences",
         )
     )

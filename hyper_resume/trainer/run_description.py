@@ -217,7 +217,7 @@ def _data(loader: Any) -> dict[str, Any]:
 def _length(thing: Any) -> int | None:
     try:
         return len(thing)
-    except (TypeError, NotImplementedError):
+    except Exception:  # noqa: BLE001  any loader or data set of a user: it has no length
         return None
 
 

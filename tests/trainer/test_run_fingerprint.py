@@ -13,14 +13,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 from hyper_resume.checkpoint.format.extra_state import RUN
 from hyper_resume.checkpoint.format.manifest import read_manifest
-from hyper_resume.config import RunConfig
+from hyper_resume.config import CheckpointingConfig, RunConfig
 from hyper_resume.errors import CheckpointMismatchError, ConfigError
 from hyper_resume.state.certificate import BucketCertificate, read_certificate
 from hyper_resume.trainer.callbacks import CheckpointerCallback
+from hyper_resume.trainer.run_description import describe_run
+from hyper_resume.trainer.run_differences import find_differences
+from tests.ranks import run_ranks
 from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
 from tests.trainer.live_snapshot import live_snapshot
 from tests.trainer.tiny_training import Ids, Record, run_config, train
@@ -322,6 +327,35 @@ def test_adapters_on_another_base_are_no_exact_model(tmp_path: Path, caplog: pyt
     trained(tmp_path, 8, frozen(0.5), is_peft=True, restore_from="LATEST", **declared)
 
 
+def _describe_sharded(folder: str) -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (2,))
+    trainer = make_custom_trainer(Path(folder))
+    frozen(0.5)(trainer)
+    trainer.model.hidden.weight = nn.Parameter(
+        distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0)]), requires_grad=False
+    )
+    found: dict[str, str] = describe_run(trainer, CheckpointingConfig(is_peft=True))["frozen"]
+    return found
+
+
+def test_each_rank_describes_its_own_part_of_a_sharded_weight_and_where_it_lies(tmp_path: Path) -> None:
+    ranks = run_ranks(_describe_sharded, 2, str(tmp_path))
+    for rank, found in enumerate(ranks):
+        (name,) = [name for name in found if name.startswith("hidden.weight")]
+        assert name == f"hidden.weight[{4 * rank}:{4 * rank + 4}, 0:8]"
+    whole = [{name: one for name, one in found.items() if "[" not in name} for found in ranks]
+    assert whole[0] == whole[1]
+    # A part that another run does not have is not compared.
+    first, second = ({"frozen": found, "precision": {"device": "cpu"}} for found in ranks)
+    assert find_differences(first, second) == []
+    other = {**ranks[0], "hidden.weight[0:4, 0:8]": "0" * 32}
+    (difference,) = find_differences({"frozen": other, "precision": {"device": "cpu"}}, first)
+    assert (difference.name, difference.bucket) == ("model.frozen", "model")
+    assert (
+        "1 of 6 parameters and buffers that are not saved have other values: hidden.weight[0:4, 0:8]" in difference.now
+    )
+
+
 # ---- schedules ------------------------------------------------------------------------------------------------------
 
 _STEPS_SAVED, _STEPS_NOW, _WARMUP = 12, 18, 2
@@ -346,8 +380,9 @@ def test_a_schedule_that_was_planned_shorter_says_which_lr_the_next_step_has_and
         resumed = train(paused(tmp_path, _STEPS_NOW, restore_from="LATEST"), dataset=Ids(60))
     (warning,) = [message for message in warnings(caplog) if "lr_scheduler" in message]
     assert warning == (
-        "lr_scheduler.horizon: 12 -> 18 (this run's holds); the next step has lr 0, as saved; planned by "
-        f"this run's configuration it has lr {cosine(12, 18):.6g}; to take this run's schedule, set checkpoint.override_on_restore=[lr_scheduler]"
+        "lr_scheduler.horizon: 12 -> 18 (this run's holds); the next step has lr 0, as saved; planned by this run's "
+        f"configuration it has lr {cosine(12, 18):.6g}; "
+        "to take this run's schedule, set checkpoint.override_on_restore=[lr_scheduler]"
     )
     assert certified(tmp_path, 12)["lr_scheduler"].reason == warning
     assert [record.lrs[0] for record in resumed] == pytest.approx([0.0, *(cosine(step, 18) for step in range(13, 18))])
