@@ -106,6 +106,9 @@ def _print_step_directory(found: Inspection) -> None:
         )
         if rank.uncovered:
             print(f"    moves and is not saved: {', '.join(rank.uncovered)}")
+    if found.run:
+        versions = ", ".join(f"{name} {version}" for name, version in found.run.get("versions", {}).items())
+        print(f"made by {versions}; all that the run was made of: hyper-resume inspect --json")
     for missing in found.missing_ranks:
         print(f"  rank {missing}: missing, so the training state can't be restored")
 

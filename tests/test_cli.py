@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hyper_resume
 from hyper_resume import cli
@@ -301,6 +302,8 @@ def test_inspect_shows_counters_buckets_and_streams_in_either_layout(
     assert (rank["rank"], rank["world_size"], rank["global_step"], rank["epoch"]) == (0, 1, 7, 1)
     assert {"lr_scheduler", "train_dataloader", "rng_state", "stateful"} <= set(rank["buckets"])
     assert rank["rng_streams"] == ["torch_cpu", "python", "numpy"]
+    assert found["run"]["versions"]["torch"] == torch.__version__
+    assert found["run"]["optimizer"]["0"]["class"] == "torch.optim.adamw.AdamW"
     # The net: embedding 64 x 8, linear 8 x 8 + 8, norm 8 + 8, head 8 + 1, all float32.
     numbers = 64 * 8 + 8 * 8 + 8 + 8 + 8 + 8 + 1
     assert found["buckets"] == [

@@ -180,6 +180,8 @@ class DistributedCheckpointer(CheckpointerBase):
             buckets={str(index): found for index, (_, found, *_) in enumerate(all_ranks)},
             names={str(index): found for index, (_, _, found, *_) in enumerate(all_ranks)},
             uncovered={str(index): found for index, (_, _, _, found, _) in enumerate(all_ranks) if found},
+            # Only rank 0 writes the manifest, so its own is enough.
+            run=contribution.run,
             metrics=metrics,
         )
         planner = CachingPlanner(self._plans, contribution.layout, reuse=all(known for *_, known in all_ranks))

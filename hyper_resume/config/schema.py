@@ -90,6 +90,8 @@ class CheckpointingConfig(CheckedBlock):
     """Search at each save for state that moves and is not saved, and name it; false turns it off."""
     not_saved: tuple[str, ...] = ()
     """Paths, or patterns such as trainer.timer.*, of what moves on purpose and is not saved."""
+    override_on_restore: tuple[str, ...] = ()
+    """Names of differences from the saved run that are wanted, such as optimizer.lr; this run's values are used."""
     preemption_signals: tuple[str, ...] = ("SIGTERM",)
     """On one of these signals all ranks save after the running step and exit with code 75; [] turns it off."""
 

@@ -29,7 +29,8 @@ class BucketCertificate:
     """The result for one bucket on one rank.
 
     ``reason`` is "" if and only if the verdict is ``exact``. ``saved``, ``loaded`` and ``live`` are the digests at the save, of
-    the values that were read, and of the live state after the restore; None if not available.
+    the values that were read, and of the live state after the restore; None if not available. ``overridden`` names what
+    ``checkpoint.override_on_restore`` declares and differs; ``loaded`` and ``live`` then contain this run's values.
     """
 
     bucket: str
@@ -39,6 +40,12 @@ class BucketCertificate:
     saved: str | None = None
     loaded: str | None = None
     live: str | None = None
+    overridden: str = ""
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return the fields; ``overridden`` only where something is, so that earlier versions read the others."""
+        found = dataclasses.asdict(self)
+        return found if self.overridden else {key: value for key, value in found.items() if key != "overridden"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +69,8 @@ class Certificate:
 
     def as_plain(self) -> dict[str, Any]:
         """Return dicts, lists and plain values that can be written as JSON."""
-        return dataclasses.asdict(self)
+        parts = [part.as_plain() for part in self.parts]
+        return {**dataclasses.asdict(dataclasses.replace(self, parts=())), "parts": parts}
 
     def lines(self) -> list[str]:
         """Return one line of text for each bucket and verdict."""
@@ -87,6 +95,7 @@ def certify_bucket(
     saved: tuple[str, str] | None = None,
     loaded: str | None = None,
     live: str | None = None,
+    overridden: Iterable[str] = (),
 ) -> BucketCertificate:
     """Decide the verdict for one bucket on one rank.
 
@@ -98,6 +107,7 @@ def certify_bucket(
         saved: the digests that the storage computed: at the save, and of the values that were read.
         loaded: digest of the values that were read.
         live: digest of the live state after the restore, in the same format as ``loaded``.
+        overridden: differences that are declared as wanted.
     """
     why = list(reasons)
     if absent:
@@ -114,12 +124,14 @@ def certify_bucket(
         saved=None if saved is None else saved[0],
         loaded=loaded,
         live=live,
+        overridden="; ".join(overridden),
     )
 
 
 def _verdict_text(part: BucketCertificate) -> str:
-    if part.verdict != "exact":
-        return f"{part.verdict} ({part.reason})"
+    if part.verdict != "exact" or part.overridden:
+        overridden = [f"overridden: {part.overridden}"] if part.overridden else []
+        return f"{part.verdict} ({'; '.join([*([part.reason] if part.reason else []), *overridden])})"
     digests = [name for name in ("saved", "loaded", "live") if getattr(part, name) is not None]
     return f"exact ({' = '.join(digests)})" if len(digests) > 1 else "exact (as read; its live state has no digest)"
 
@@ -157,6 +169,8 @@ def read_certificate(path: Path) -> Certificate:
 
 
 def _part(plain: Any) -> BucketCertificate:
+    if isinstance(plain, dict):
+        plain = {"overridden": "", **plain}
     part = BucketCertificate(**_fields(BucketCertificate, plain))
     if part.verdict not in _VERDICTS or (part.verdict == "exact") != (part.reason == ""):
         raise TypeError(f"verdict {part.verdict!r} with reason {part.reason!r}")

@@ -42,12 +42,14 @@ class Mismatches:
     """The mismatches of this rank.
 
     ``reasons``: bucket -> why its restore would not be exact. ``absent``: bucket -> why there is nothing to restore.
-    ``unlogged``: those reasons that no other code logs, so the restore logs them.
+    ``unlogged``: those reasons that no other code logs, so the restore logs them. ``overridden``: bucket -> what differs and
+    is declared as wanted.
     """
 
     reasons: dict[str, list[str]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     unlogged: list[str] = field(default_factory=list)
+    overridden: Mapping[str, list[str]] = field(default_factory=dict)
 
     def add(self, bucket: str, reasons: list[str], *, warn: bool = False) -> None:
         """Add ``reasons`` to ``bucket``; with ``warn`` the restore logs them."""

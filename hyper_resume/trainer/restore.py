@@ -36,12 +36,15 @@ from hyper_resume.trainer.payload import (
     stateful_of,
 )
 from hyper_resume.trainer.resume_point import resume_point
+from hyper_resume.trainer.run_fingerprint import RunFingerprint
 from hyper_resume.trainer.run_mesh import StreamIdentity
 
 logger = logging.getLogger(__name__)
 
 
-def restore(trainer: Any, config: CheckpointingConfig, checkpointer: CheckpointerBase, path: str) -> Certificate:
+def restore(
+    trainer: Any, config: CheckpointingConfig, checkpointer: CheckpointerBase, path: str, fingerprint: RunFingerprint
+) -> Certificate:
     """Restore the trainer from the checkpoint at ``path``; every rank calls it.
 
     1. all ranks: the backend reads into buffers of its own; 2. each rank: checks every bucket; with ``on_mismatch: error`` a
@@ -57,7 +60,7 @@ def restore(trainer: Any, config: CheckpointingConfig, checkpointer: Checkpointe
     undo = ExitStack()
     _remember_streams(trainer, undo)
     try:
-        certificate = _Restore(trainer, config, checkpointer, path, undo).run()
+        certificate = _Restore(trainer, config, checkpointer, path, fingerprint, undo).run()
     except BaseException:
         try:
             undo.close()
@@ -78,15 +81,24 @@ class _Restore:
     """One restore on this rank."""
 
     def __init__(
-        self, trainer: Any, config: CheckpointingConfig, checkpointer: CheckpointerBase, path: str, undo: ExitStack
+        self,
+        trainer: Any,
+        config: CheckpointingConfig,
+        checkpointer: CheckpointerBase,
+        path: str,
+        fingerprint: RunFingerprint,
+        undo: ExitStack,
     ) -> None:
         self._trainer = trainer
         self._config = config
         self._checkpointer = checkpointer
         self._path = path
+        self._fingerprint = fingerprint
         self._undo = undo
         self._destination: dict[str, Any] = {}
         self._findings: Mismatches | None = None
+        # What was read, with the values that this run overrides.
+        self._applied: Mapping[str, Any] = {}
         self._digests: Mapping[str, str] = {}
         self._entries: Mapping[str, Any] | None = None
         self._streams = StreamIdentity(trainer)
@@ -112,8 +124,8 @@ class _Restore:
         if self._findings is None:
             # A backend without buffers has written to the live model by now; everything else is unchanged.
             collective.on_all_ranks(lambda: self._check_and_apply(self._destination, extra_state))
-        collective.on_all_ranks(lambda: self._finish(extra_state))
-        parts = collective.on_all_ranks(lambda: self._judge_buckets(extra_state))
+        collective.on_all_ranks(lambda: self._finish(self._applied))
+        parts = collective.on_all_ranks(lambda: self._judge_buckets(self._applied))
         gathered = collective.all_gather(parts)
         certificate = self._certificate(tuple(part for index in range(len(parts)) for part in _column(gathered, index)))
         if config.on_mismatch == "error" and not certificate.is_exact:
@@ -131,17 +143,24 @@ class _Restore:
 
     def _check_and_apply(self, read: Mapping[str, Any], extra_state: Mapping[str, Any]) -> None:
         """Check what was read, then apply all of it except the model's tensors."""
-        payload = _overlay(self._destination, read)
+        run = self._fingerprint.compare(_overlay(self._destination, read), extra_state)
+        payload = dict(run.payload)
+        extra_state = run.extra_state
         mismatches = find_mismatches(
             self._trainer, self._config, self._entries, payload, extra_state, self._path, self._streams
         )
+        mismatches.overridden = run.overridden
+        for bucket, reasons in run.reasons.items():
+            mismatches.add(bucket, reasons, warn=True)
         if self._config.on_mismatch == "error" and mismatches.all_reasons():
             raise _refusal(self._path, mismatches.all_reasons())
         for reason in mismatches.unlogged:
             logger.warning("%s", reason)
+        self._fingerprint.log(run)
         self._digests = read_digests(self._trainer, payload, extra_state)
         self._apply(payload, extra_state)
         self._findings = mismatches
+        self._applied = extra_state
 
     def _apply(self, payload: Mapping[str, Any], extra_state: Mapping[str, Any]) -> None:
         """Apply in this order: optimizer; scheduler (it writes the groups' lr); progress; data position (before the iterator
@@ -193,6 +212,7 @@ class _Restore:
                 saved=saved.get(bucket),
                 loaded=self._digests.get(bucket),
                 live=live.get(bucket),
+                overridden=mismatches.overridden.get(bucket, ()),
             )
             for bucket in BUCKETS
         ]
@@ -250,6 +270,7 @@ def _refusal(path: str, reasons: list[str]) -> CheckpointMismatchError:
             where=path,
             expected="every bucket as it was saved",
             found="; ".join(reasons),
-            do="resume with the settings of the save, or set checkpoint.on_mismatch=warn to accept these differences",
+            do="resume with the settings of the save, declare wanted changes in checkpoint.override_on_restore, or set "
+            "checkpoint.on_mismatch=warn to accept these differences",
         )
     )

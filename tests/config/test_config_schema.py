@@ -44,6 +44,7 @@ ADDED = {
     "keep_best_mode": "min",
     "check_coverage": True,
     "not_saved": (),
+    "override_on_restore": (),
     "preemption_signals": ("SIGTERM",),
 }
 

@@ -132,3 +132,24 @@ def test_what_is_no_certificate_of_this_version_is_refused(tmp_path: Path, text:
     with pytest.raises(CheckpointMismatchError, match="not a restore certificate that this version can read") as caught:
         read_certificate(tmp_path / "file.json")
     assert str(tmp_path / "file.json") in str(caught.value)
+
+
+def test_a_declared_difference_is_exact_and_named_and_a_certificate_of_an_earlier_version_is_read(
+    tmp_path: Path,
+) -> None:
+    part = certify_bucket(bucket="optimizer", rank=0, saved=("a", "a"), loaded="b", live="b", overridden=["lr: 1 -> 2"])
+    assert (part.verdict, part.reason, part.overridden) == ("exact", "", "lr: 1 -> 2")
+    degraded = certify_bucket(bucket="model", rank=0, reasons=["other"], overridden=["p: 0 -> 1"])
+    plain = certify_bucket(bucket="progress", rank=0, loaded="b", live="b")
+    whole = _certificate(part, degraded, plain)
+    assert whole.lines() == [
+        "optimizer        exact (overridden: lr: 1 -> 2)",
+        "model            degraded (other; overridden: p: 0 -> 1)",
+        "progress         exact (loaded = live)",
+    ]
+    stored = json.loads(encode(whole))
+    # Earlier versions know no such field, and refuse a certificate that has one.
+    assert ["overridden" in one for one in stored["parts"]] == [True, True, False]
+    file = tmp_path / "certificate.json"
+    file.write_text(encode(whole))
+    assert read_certificate(file) == whole

@@ -216,7 +216,7 @@ def test_a_parameter_whose_state_the_checkpoint_lacks_is_silent_by_default_and_r
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def saving(trainer: Any) -> None:
-        trainer.optimizer = torch.optim.AdamW(list(trainer.model.parameters())[:-1], lr=0.01)
+        trainer.optimizer = torch.optim.AdamW(list(trainer.model.parameters())[:-1], lr=0.01, weight_decay=0.1)
         trainer.lr_scheduler = None
 
     def resuming(trainer: Any) -> None:

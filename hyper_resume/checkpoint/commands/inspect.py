@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Inspection:
     """The whole step directory.
 
     ``size_bytes`` is the total size of its files. ``missing_ranks`` took part in the save, but their training state is
-    missing, so the training state can't be restored.
+    missing, so the training state can't be restored. ``run`` is what the run was made of, from the manifest.
     """
 
     path: str
@@ -59,6 +60,7 @@ class Inspection:
     buckets: tuple[BucketSummary, ...]
     ranks: tuple[RankSummary, ...]
     missing_ranks: tuple[int, ...]
+    run: Mapping[str, Any] = field(default_factory=dict)
 
     def as_plain(self) -> dict[str, Any]:
         """Return nested dicts and lists that can be written as JSON."""
@@ -93,6 +95,7 @@ def inspect_step_directory(path: str | Path) -> Inspection:
         buckets=_bucket_summaries(metadata),
         ranks=tuple(ranks),
         missing_ranks=tuple(sorted({r for found in ranks for r in range(found.world_size)} - {r.rank for r in ranks})),
+        run={} if manifest is None else manifest.run,
     )
 
 

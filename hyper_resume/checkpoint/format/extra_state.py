@@ -40,12 +40,14 @@ DIRECTORY_NAME = "extra_state"
 PAYLOAD_KEY = "extra_state"
 # A step that no checkpoint can hold. It is the default of the step to read; if it is still there afterwards, none was read.
 _UNRESTORED_STEP = -1
-# The keys that identify the rank and the save of a training state; they belong to no bucket.
 UNCOVERED = "uncovered"
 """Paths of what moved on this rank and was not saved: a remark on the state, and no part of it."""
 MESH = "mesh"
 """The mesh of the run (``Mesh.to_plain``): the same for all ranks, so this library's storage keeps it once, in the manifest."""
-IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id", UNCOVERED, MESH})
+RUN = "run"
+"""What the run on this rank is made of, as plain values; it is compared at a restore, and no part of the state."""
+# The keys that identify the rank and the save of a training state, and remarks; they belong to no bucket.
+IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id", UNCOVERED, MESH, RUN})
 PROGRESS = "progress"
 _PROGRESS_KEYS = frozenset({"global_step", "epoch", "epoch_ended"})
 

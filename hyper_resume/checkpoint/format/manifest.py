@@ -77,6 +77,7 @@ class Manifest:
             buckets of the payload. Bucket digests can be compared only if a load requests the same parts of the same entries.
         uncovered: rank as text -> paths of what moved on that rank between two saves and is in no bucket; ranks without any
             are left out.
+        run: what the run on rank 0 is made of, as nested plain values; empty if the save was not given it.
     """
 
     step: int
@@ -92,6 +93,7 @@ class Manifest:
     buckets: Mapping[str, Mapping[str, str]]
     names: Mapping[str, Mapping[str, str]]
     uncovered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -176,6 +178,7 @@ def _decode(found: Any) -> Manifest:
         buckets={rank: _bucket_digests(rank, form.child("buckets").child(rank)) for rank in form.keys_of("buckets")},
         names={rank: _bucket_digests(rank, form.child("names").child(rank)) for rank in form.keys_of("names")},
         uncovered=_uncovered(form) if form.integer("format_version") >= _FIRST_WITH_UNCOVERED else {},
+        run=form.plain("run") if "run" in found and form.integer("format_version") >= _FIRST_WITH_UNCOVERED else {},
     )
     form.refuse_unknown_keys("format", "format_version", "digest", *Manifest.__dataclass_fields__)
     if METADATA_NAME not in manifest.files:

@@ -11,6 +11,8 @@ from typing import Any
 # No number in this library's files is larger; Python would accept integers of any length.
 _MAX_INTEGER = 1 << 62
 _MAX_TEXT = 4096
+_MAX_DEPTH = 16
+_MAX_VALUES = 100_000
 
 
 class JsonFormatError(ValueError):
@@ -92,6 +94,24 @@ class JsonObject:
         """Return the nested object under ``key``."""
         return JsonObject(self._get(key, dict), self._path(key))
 
+    def plain(self, key: str) -> dict[str, Any]:
+        """Return the nested object under ``key``, of any keys and plain values, with limits on depth, number and size."""
+        found = self.child(key)
+        pending: list[tuple[Any, int]] = [(found.value, 0)]
+        count = 0
+        while pending:
+            value, depth = pending.pop()
+            count += 1
+            if count > _MAX_VALUES or depth > _MAX_DEPTH:
+                raise JsonFormatError(f"{self._path(key)}: more than {_MAX_VALUES} values, or nested too deep")
+            if isinstance(value, dict):
+                pending += [(part, depth + 1) for pair in value.items() for part in pair]
+            elif isinstance(value, list):
+                pending += [(part, depth + 1) for part in value]
+            elif not _is_limited(value):
+                raise JsonFormatError(f"{self._path(key)}: a value that is too large")
+        return found.value
+
     def keys_of(self, key: str) -> Sequence[str]:
         """Return the keys of the nested object under ``key``."""
         return list(self.child(key).value)
@@ -107,3 +127,11 @@ class JsonObject:
 
     def _path(self, key: str) -> str:
         return f"{self._where}.{key}" if self._where else key
+
+
+def _is_limited(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) <= _MAX_TEXT
+    return not isinstance(value, (int, float)) or (
+        math.isfinite(value) if type(value) is float else abs(value) <= _MAX_INTEGER
+    )

@@ -87,6 +87,7 @@ def draft_manifest(
     buckets: Mapping[str, Mapping[str, str]],
     names: Mapping[str, Mapping[str, str]],
     uncovered: Mapping[str, tuple[str, ...]],
+    run: Mapping[str, Any],
     metrics: Mapping[str, float],
 ) -> Manifest:
     """Return the manifest without the shard files, which are not written yet."""
@@ -105,6 +106,7 @@ def draft_manifest(
         buckets=buckets,
         names=names,
         uncovered=uncovered,
+        run=run,
     )
 
 

@@ -38,6 +38,7 @@ class RankContribution:
         buckets: bucket -> digest, for the buckets that are digested so far.
         files: path below the step directory -> manifest entry, for the files that are written already.
         uncovered: paths of what moves on this rank and is not saved.
+        run: what the run on this rank is made of.
     """
 
     written: dict[str, Any]
@@ -47,6 +48,7 @@ class RankContribution:
     buckets: dict[str, str]
     files: dict[str, FileEntry] = field(default_factory=dict)
     uncovered: tuple[str, ...] = ()
+    run: Mapping[str, Any] = field(default_factory=dict)
 
     def digest_written(self, written: Mapping[str, WrittenTensor]) -> Mapping[str, str]:
         """Digest the live payload's buckets. Reuses the digests in ``written`` of tensors that share memory with live ones."""
@@ -109,6 +111,7 @@ def prepare(
     buckets = extra.bucket_digests(training_state or {})
     part = RankContribution(payload, flat, layout, part_digests(flat), buckets)
     part.uncovered = tuple((training_state or {}).get(extra.UNCOVERED, ()))
+    part.run = (training_state or {}).get(extra.RUN, {})
     if how == "thread":
         staged = stager.stage(flat, places)
         part.written = staged.state

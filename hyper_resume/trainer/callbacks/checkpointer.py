@@ -18,7 +18,7 @@ import torch
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_checkpointer
-from hyper_resume.checkpoint.format.extra_state import MESH, UNCOVERED
+from hyper_resume.checkpoint.format.extra_state import MESH, RUN, UNCOVERED
 from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
@@ -30,6 +30,7 @@ from hyper_resume.trainer.callbacks.base import Callback
 from hyper_resume.trainer.payload import collect_extra_state, collect_payload, device_type
 from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.restore import restore
+from hyper_resume.trainer.run_fingerprint import RunFingerprint
 from hyper_resume.trainer.run_mesh import find_run_mesh
 from hyper_resume.trainer.schedule_order import ScheduleOrder
 from hyper_resume.trainer.state import TrainerState
@@ -81,6 +82,7 @@ class CheckpointerCallback(Callback):
         self._unchanged_buckets = UnchangedBuckets()
         self._uncovered = UncoveredState(trainer, self.config)
         self._schedule_order = ScheduleOrder(trainer)
+        self._fingerprint: RunFingerprint | None = None
         self._records: Path | None = _trajectory_directory(trainer)
         if self.config.save_optimizer or self.config.restore_optimizer:
             flatten_optimizers(trainer.optimizer)
@@ -94,6 +96,8 @@ class CheckpointerCallback(Callback):
             logger.warning("checkpoint.%s is reserved for the Hugging Face export and has no effect yet", name)
         if self._records is not None and self.config.save_ckpt:
             self.checkpointer.add_listener(SaveRecords(self._records))
+        # Before the restore: what a new run is made of is compared with what was saved.
+        self._fingerprint = collective.on_all_ranks(lambda: RunFingerprint(self.trainer, self.config))
         path = self._resolve_restore_path()
         certificate = None if path is None else self._load_checkpoint(path)
         if self.config.save_ckpt:
@@ -204,10 +208,12 @@ class CheckpointerCallback(Callback):
 
     def _training_state(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         mesh = find_run_mesh(self.trainer)
+        run = {} if self._fingerprint is None else {RUN: self._fingerprint.description}
         return {
             **collect_extra_state(self.trainer),
             UNCOVERED: [*self._schedule_order.uncovered(), *self._uncovered.at_save(payload)],
             MESH: None if mesh is None else mesh.to_plain(),
+            **run,
         }
 
     def _directory(self) -> Path:
@@ -221,7 +227,8 @@ class CheckpointerCallback(Callback):
 
     def _load_checkpoint(self, path: str) -> Certificate:
         trainer, config = self.trainer, self.config
-        certificate = restore(trainer, config, self.checkpointer, path)
+        assert self._fingerprint is not None  # set by on_train_begin
+        certificate = restore(trainer, config, self.checkpointer, path, self._fingerprint)
         if config.restore_train_state:
             self._last_saved_step = self._state.global_step
             self.last_saved = path

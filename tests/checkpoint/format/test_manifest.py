@@ -39,6 +39,10 @@ WHOLE = Manifest(
     buckets={"0": {"model": DIGEST, "rng_state": DIGEST}, "3": {}},
     names={"0": {"model": DIGEST}, "3": {}},
     uncovered={"3": ("trainer.ema.shadow.0", "trainer.stream")},
+    run={
+        "threads": 2,
+        "optimizer": {"0": {"groups": {"head.weight": {"lr": 0.5, "betas": [0.9, 0.95], "fused": None}}}},
+    },
 )
 
 
@@ -103,7 +107,29 @@ def test_the_file_that_was_checked_in_stays_readable() -> None:
 def test_the_files_of_earlier_versions_stay_readable_and_name_nothing_uncovered(file: Path) -> None:
     # Their meshes have no order of ranks.
     mesh = Mesh(names=("dp", "tp"), shape=(2, 2))
-    assert manifest.decode(file.read_bytes(), "golden") == replace(WHOLE, uncovered={}, mesh=mesh)
+    assert manifest.decode(file.read_bytes(), "golden") == replace(WHOLE, uncovered={}, mesh=mesh, run={})
+
+
+def test_a_file_of_version_3_may_lack_the_description_of_the_run() -> None:
+    content = plain()
+    del content["run"]
+    assert manifest.decode(signed(content), "here") == replace(WHOLE, run={})
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        [],
+        {"name": "x" * 4097},
+        {"x" * 4097: 1},
+        {"number": 2**62 + 1},
+        {"list": [[] for _ in range(100_001)]},
+        {"deep": [[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]},
+    ],
+    ids=["no-object", "text", "key", "number", "many", "deep"],
+)
+def test_a_description_of_a_run_beyond_the_limits_is_refused(run: Any) -> None:
+    assert "run: " in refusal(signed({**plain(), "run": run}))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +195,9 @@ def test_a_file_of_another_format_is_refused() -> None:
     assert "another.format" in refusal(signed({**plain(), "format": "another.format"}))
 
 
-@pytest.mark.parametrize("key", [*sorted(plain()), "files/.metadata/rank", "files/__0_0.distcp/digest", "mesh/names"])
+@pytest.mark.parametrize(
+    "key", [*sorted(plain().keys() - {"run"}), "files/.metadata/rank", "files/__0_0.distcp/digest", "mesh/names"]
+)
 def test_a_missing_key_is_refused_by_name(key: str) -> None:
     found = plain()
     *way, last = key.split("/")
