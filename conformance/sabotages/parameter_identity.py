@@ -210,8 +210,7 @@ def _empty_group_options_lost(put: Saboteur) -> None:
 
 @sabotage("wrapper-prefixes-kept")
 def _wrapper_prefixes_kept(put: Saboteur) -> None:
-    for module in ("hyper_resume.state.model", "hyper_resume.state.names"):
-        put.replace(f"{module}:canonical_name", lambda original, name: name)
+    put.replace("hyper_resume.state.names:canonical_name", lambda original, name: name)
 
 
 @sabotage("tied-weight-split")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hyper_resume.errors import CheckpointMismatchError, describe
-from hyper_resume.state.names import canonical_name, first_names
+from hyper_resume.state.names import first_names, naming
 
 _BUCKET = "model"
 # torch's key suffix for the result of a module's get_extra_state.
@@ -35,9 +35,8 @@ def collect_model(model: nn.Module, *, trainable_only: bool = False) -> dict[str
     if trainable_only:
         trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         state = {name: value for name, value in state.items() if name in trainable}
-    result = {
-        canonical_name(name): value if isinstance(value, torch.Tensor) else (value,) for name, value in state.items()
-    }
+    canonical = naming(model)
+    result = {canonical(name): value if isinstance(value, torch.Tensor) else (value,) for name, value in state.items()}
     if len(result) != len(state):
         raise CheckpointMismatchError(
             describe(
@@ -56,7 +55,8 @@ def check_model(model: nn.Module, entries: Collection[str]) -> list[str]:
         model: the live model; it is not changed.
         entries: the checkpoint's flattened entry names.
     """
-    own = {f"{_BUCKET}.{canonical_name(name)}" for name in model.state_dict()}
+    canonical = naming(model)
+    own = {f"{_BUCKET}.{canonical(name)}" for name in model.state_dict()}
     extra = sorted(name for name in entries if name.startswith(f"{_BUCKET}.") and name not in own)
     if not extra:
         return []
@@ -68,7 +68,8 @@ def apply_model(model: nn.Module, loaded: dict[str, Any], *, strict: bool) -> No
 
     The tensors are usually the live ones, which the load has filled in place. Then this only runs the module's load hooks.
     """
-    live_names = {canonical_name(name): name for name in model.state_dict()}
+    canonical = naming(model)
+    live_names = {canonical(name): name for name in model.state_dict()}
     model.load_state_dict({live_names[name]: _unwrap(value) for name, value in loaded.items()}, strict=strict)
 
 
@@ -82,7 +83,8 @@ def apply_extra_states(model: nn.Module, loaded: Mapping[str, Any], undo: ExitSt
         loaded: canonical name -> value that was read.
         undo: receives a callback that restores the previous extra states.
     """
-    names = {canonical_name(name): name for name in model.state_dict()}
+    canonical = naming(model)
+    names = {canonical(name): name for name in model.state_dict()}
     extras = {name: value for name, value in loaded.items() if name in names and _is_extra_state(name, value)}
     if not extras:
         return

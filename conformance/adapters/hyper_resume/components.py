@@ -179,24 +179,19 @@ class Wrapper:
 
 
 class OpaqueWrapper:
-    """A wrapper of an unknown kind: it steps, and exposes only its groups."""
+    """A wrapper of an unknown kind: no attribute leads to its optimizer, and it exposes only its groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Wrap ``optimizer``."""
-        self.__inner = optimizer
+        inner: Any = optimizer
+        self._groups: Callable[[], list[dict[str, Any]]] = lambda: inner.param_groups
+        self.step = lambda: inner.step()
+        self.zero_grad = lambda: inner.zero_grad()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped one's."""
-        return self.__inner.param_groups
-
-    def step(self) -> None:
-        """Step the wrapped one."""
-        self.__inner.step()
-
-    def zero_grad(self) -> None:
-        """Clear the wrapped one's gradients."""
-        self.__inner.zero_grad()
+        return self._groups()
 
 
 def build_optimizer(model: nn.Module, given: OptimizerGiven) -> tuple[Any, list[torch.optim.Optimizer]]:
