@@ -39,9 +39,11 @@ class SavedNames:
         self._names = names
         self._saved: dict[str, str] = {}
         canonical = naming(model)
+        # All of it, or `module` is a name that the model itself uses.
+        below = all(name.startswith(f"{_MODEL}module.") for name in entries if name.startswith(_MODEL))
         for raw in [*model.state_dict(), *(name for name, _ in model.named_parameters())]:
             now = canonical(raw)
-            for earlier in (canonical_name(raw), f"module.{now}"):
+            for earlier in (canonical_name(raw), *([f"module.{now}"] if below else [])):
                 if earlier != now and f"{_MODEL}{now}" not in entries and f"{_MODEL}{earlier}" in entries:
                     self._saved[now] = earlier
         self.by_place = any(f".state.{UNNAMED}" in name for name in entries)
