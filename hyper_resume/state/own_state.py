@@ -56,7 +56,10 @@ class OwnState:
 
     Attributes:
         holder: the optimizer or wrapper.
+        restores_sharding: a sharded tensor comes back sharded, also where this run has not made it yet.
     """
+
+    restores_sharding = True
 
     def __init__(self, holder: Any, optimizers: Sequence[Any], others: Sequence[Any], names: Mapping[int, str]) -> None:
         """Read nothing yet, but remember the plain values of a holder that this process has not seen."""
@@ -172,7 +175,7 @@ class OwnState:
                     for name, one in self._parameters.items()
                     if isinstance(one, DTensor) and (one.shape, one.device_mesh, one.placements) == layout
                 ),
-                None,
+                "",
             )
         return ["tensor", tensor.detach(), tensor.device.type, like]
 
@@ -251,6 +254,8 @@ class OwnState:
             with torch.no_grad():
                 live.copy_(value)
             return live
+        if like == "":
+            raise self._mismatch(path, "a sharded tensor of this run, or one in the layout of a parameter", "none yet")
         owner = self._parameter(like, path) if like is not None else next(iter(self._parameters.values()), None)
         if like is not None and isinstance(owner, DTensor) and not isinstance(value, DTensor):
             local = value.to(owner.device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_resume import collective
-from hyper_resume.checkpoint.format.extra_state import UNCOVERED
+from hyper_resume.checkpoint.format.extra_state import SHARDED, UNCOVERED
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.state.dataloader import check_dataloader, why_streams_move
 from hyper_resume.state.model import check_model
@@ -26,7 +26,7 @@ from hyper_resume.state.optimizer import (
 )
 from hyper_resume.state.rng import check_rng
 from hyper_resume.state.scheduler import check_scheduler_fields, check_schedulers
-from hyper_resume.state.stateful import check_stateful
+from hyper_resume.state.stateful import check_sharding, check_stateful
 from hyper_resume.trainer.payload import as_list, device_type, names_in, stateful_to_restore
 from hyper_resume.trainer.resume_point import check_position, knows_position
 from hyper_resume.trainer.saved_names import SavedNames
@@ -147,6 +147,7 @@ def _check_training_state(mismatches: Mismatches, trainer: Any, extra_state: Map
             mismatches.add("progress", [] if moved is None else [moved])
     found, states = stateful_to_restore(trainer, extra_state)
     mismatches.add("stateful", check_stateful(found, states))
+    mismatches.add("stateful", check_sharding(found, extra_state.get(SHARDED) or ()), warn=True)
     if not found and not states:
         mismatches.absent["stateful"] = _NOTHING
     if is_own_rank(extra_state):

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from hyper_resume.checkpoint.format.extra_state import SHARDED
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import CheckpointMismatchError, UnsupportedError, describe
 from hyper_resume.optim.initial_state import initialize_optimizer_state
 from hyper_resume.state.dataloader import collect_dataloader
-from hyper_resume.state.model import collect_model
+from hyper_resume.state.model import collect_model, fit_extra_states
 from hyper_resume.state.names import outside_names, parameter_names
 from hyper_resume.state.optimizer import (
     check_optimizer_count,
@@ -28,7 +29,7 @@ from hyper_resume.state.optimizer import (
 from hyper_resume.state.own_state import own_states
 from hyper_resume.state.rng import collect_rng
 from hyper_resume.state.scheduler import collect_schedulers
-from hyper_resume.state.stateful import collect_stateful, find_stateful
+from hyper_resume.state.stateful import collect_stateful, find_stateful, sharded_paths
 from hyper_resume.trainer.saved_names import SavedNames
 
 logger = logging.getLogger(__name__)
@@ -66,11 +67,14 @@ def collect_extra_state(trainer: Any) -> dict[str, Any]:
     """Return this rank's training state: progress, schedulers, data position, other stateful objects, random streams."""
     # First, because the state_dict of another object may draw; the caller puts the streams back behind it.
     streams = collect_rng(device_type(trainer))
+    found = stateful_of(trainer)
+    sharded = sharded_paths(found)
     return {
         **collect_progress(trainer),
+        **({SHARDED: sharded} if sharded else {}),
         "lr_scheduler": collect_schedulers(as_list(trainer.lr_scheduler), names_in(trainer)),
         "train_dataloader": collect_dataloader(getattr(trainer, "data_iterator", None), trainer.train_dataloader),
-        "stateful": collect_stateful(stateful_of(trainer)),
+        "stateful": collect_stateful(found),
         "rng_state": streams,
     }
 
@@ -100,8 +104,11 @@ def make_destination(
             to none of the parameters.
     """
     model = collect_model(trainer.model, trainable_only=config.is_peft)
-    if config.is_peft and entries is not None:
-        _require_adapters(model, SavedNames(trainer.model, {}, entries).entries_now(entries), path)
+    if entries is not None:
+        now = SavedNames(trainer.model, {}, entries).entries_now(entries)
+        model = fit_extra_states(model, now)
+        if config.is_peft:
+            _require_adapters(model, now, path)
     destination: dict[str, Any] = {"model": model}
     if config.restore_optimizer:
         destination["optimizer"] = _optimizer_destination(trainer, entries, path)

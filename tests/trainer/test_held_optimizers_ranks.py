@@ -1,4 +1,7 @@
-"""Optimizers that hold optimizers, on two ranks: sharded slow weights, and moments that only one rank has."""
+"""Optimizers that hold optimizers, on two ranks: sharded slow weights, and moments that only one rank has.
+
+In each run a moving average is a list of (sharded) tensors.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,25 @@ def _replicated(net: nn.Module) -> nn.Module:
     return DistributedDataParallel(net)
 
 
+class ListedAverage:
+    """A moving average of sharded weights, as a list of tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shadow = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for mine, its in zip(self.shadow, self.model.parameters(), strict=True):
+                mine.lerp_(its, 0.25)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
 def _trainer(
     root: str, wrap: Callable[[nn.Module], nn.Module], make: Callable[[nn.Module], Any], **checkpoint: Any
 ) -> Any:
@@ -45,6 +67,7 @@ def _trainer(
         config=SimpleNamespace(checkpoint=CheckpointingConfig(checkpoint_dir=root, save_epochs=0, **checkpoint)),
         model=model,
         optimizer=make(model),
+        average=ListedAverage(model),
         lr_scheduler=None,
         train_dataloader=DataLoader(
             Ids(64), batch_size=4, seed=3, dp_world_size=dist.get_world_size(), dp_rank=dist.get_rank()
@@ -57,7 +80,7 @@ def _trainer(
 
 
 def _trained(trainer: Any, until_step: int) -> list[list[torch.Tensor]]:
-    """Train through the callback; returns this rank's weights after each step."""
+    """Train through the callback; returns this rank's weights and their averages after each step."""
     callback = CheckpointerCallback(trainer)
     callback.on_train_begin()
     found = []
@@ -68,7 +91,9 @@ def _trained(trainer: Any, until_step: int) -> list[list[torch.Tensor]]:
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
         trainer.state.global_step += 1
-        parameters = [p.to_local() if isinstance(p, DTensor) else p for p in trainer.model.parameters()]
+        trainer.average.update()
+        tensors = [*trainer.model.parameters(), *trainer.average.shadow]
+        parameters = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         found.append([parameter.detach().clone() for parameter in parameters])
         callback.on_step_end()
     callback.on_train_end()

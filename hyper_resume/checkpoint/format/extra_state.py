@@ -42,7 +42,9 @@ _UNRESTORED_STEP = -1
 # The keys that identify the rank and the save of a training state; they belong to no bucket.
 UNCOVERED = "uncovered"
 """Paths of what moved on this rank and was not saved: a remark on the state, and no part of it."""
-IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id", UNCOVERED})
+SHARDED = "sharded"
+"""Paths of the stateful objects' tensors that were sharded, where there are any; their local parts are saved."""
+IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id", UNCOVERED, SHARDED})
 PROGRESS = "progress"
 _PROGRESS_KEYS = frozenset({"global_step", "epoch", "epoch_ended"})
 
