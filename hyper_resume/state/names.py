@@ -15,6 +15,7 @@ _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _DATA_PARALLEL = (DataParallel, DistributedDataParallel)
 OUTSIDE = "outside/"
 """Begins the name of a parameter that the model does not have."""
+_MOST_ITEMS = 4_096
 _SHOWN = 5
 
 
@@ -84,10 +85,12 @@ def _parameters_in(values: Mapping[str, Any], path: str, depth: int = 4) -> Iter
 
 
 def _items(value: Any) -> dict[str, Any]:
-    """Return what a plain container holds, by key."""
+    """Return what a plain container holds, by key; of one with very many items, nothing: it is data."""
+    if not isinstance(value, (dict, list, tuple)) or len(value) > _MOST_ITEMS:
+        return {}
     if isinstance(value, dict):
         return {str(key): item for key, item in value.items() if isinstance(key, (str, int))}
-    return {str(place): item for place, item in enumerate(value)} if isinstance(value, (list, tuple)) else {}
+    return {str(place): item for place, item in enumerate(value)}
 
 
 def first_names(names: Sequence[str]) -> str:

@@ -71,10 +71,20 @@ def _is_stateful(value: Any) -> bool:
 
 def collect_stateful(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return name -> state of each object. Tensors are copied to the CPU; of a DTensor, this rank's local tensor."""
+    return local_states(live_states(found))
+
+
+def live_states(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name -> state of each object, as the object returns it."""
     return {
-        name: _to_local(value.get_state() if isinstance(value, torch.Generator) else value.state_dict())
+        name: value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
         for name, value in found.items()
     }
+
+
+def local_states(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states with tensors copied to the CPU; of a DTensor, this rank's local tensor."""
+    return {name: _to_local(state) for name, state in states.items()}
 
 
 def check_stateful(found: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
@@ -91,16 +101,16 @@ def check_stateful(found: Mapping[str, Any], saved: Mapping[str, Any]) -> list[s
     ]
 
 
-def sharded_paths(found: Mapping[str, Any]) -> list[str]:
-    """Return the path of each sharded tensor in the states of these objects, sorted.
+def sharded_paths(found: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
+    """Return the path of each sharded tensor in ``states`` of the objects ``found``, sorted.
 
     An object with ``restores_sharding`` is left out: it shards its tensors itself.
     """
     return sorted(
         path
         for name, value in found.items()
-        if not isinstance(value, torch.Generator) and not getattr(value, "restores_sharding", False)
-        for path in _sharded_in(value.state_dict(), name)
+        if not getattr(value, "restores_sharding", False)
+        for path in _sharded_in(states[name], name)
     )
 
 
@@ -123,7 +133,8 @@ def check_sharding(found: Mapping[str, Any], sharded: Iterable[str]) -> list[str
         sharded: the result of :func:`sharded_paths` at the save.
     """
     own = tuple(f"{name}." for name in found)
-    lost = sorted(path for path in set(sharded) - set(sharded_paths(found)) if path.startswith(own))
+    wanted = {path for path in sharded if path.startswith(own)}
+    lost = sorted(wanted - set(sharded_paths(found, live_states(found)))) if wanted else []
     if not lost:
         return []
     return [

@@ -29,7 +29,7 @@ from hyper_resume.state.optimizer import (
 from hyper_resume.state.own_state import own_states
 from hyper_resume.state.rng import collect_rng
 from hyper_resume.state.scheduler import collect_schedulers
-from hyper_resume.state.stateful import collect_stateful, find_stateful, sharded_paths
+from hyper_resume.state.stateful import find_stateful, live_states, local_states, sharded_paths
 from hyper_resume.trainer.saved_names import SavedNames
 
 logger = logging.getLogger(__name__)
@@ -68,13 +68,14 @@ def collect_extra_state(trainer: Any) -> dict[str, Any]:
     # First, because the state_dict of another object may draw; the caller puts the streams back behind it.
     streams = collect_rng(device_type(trainer))
     found = stateful_of(trainer)
-    sharded = sharded_paths(found)
+    states = live_states(found)
+    sharded = sharded_paths(found, states)
     return {
         **collect_progress(trainer),
         **({SHARDED: sharded} if sharded else {}),
         "lr_scheduler": collect_schedulers(as_list(trainer.lr_scheduler), names_in(trainer)),
         "train_dataloader": collect_dataloader(getattr(trainer, "data_iterator", None), trainer.train_dataloader),
-        "stateful": collect_stateful(found),
+        "stateful": local_states(states),
         "rng_state": streams,
     }
 

@@ -18,7 +18,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hyper_resume.checkpoint.format.extra_state import encode, to_plain_state
 from hyper_resume.errors import CheckpointMismatchError
-from hyper_resume.state.stateful import apply_stateful, check_sharding, collect_stateful, find_stateful, sharded_paths
+from hyper_resume.state.stateful import (
+    apply_stateful,
+    check_sharding,
+    collect_stateful,
+    find_stateful,
+    live_states,
+    sharded_paths,
+)
 from tests.ranks import run_ranks
 from tests.state.disk import same_bits
 
@@ -257,7 +264,10 @@ def _lists_of_sharded_tensors() -> dict[str, Any]:
     saved, fresh = ListedShadow(sharded(0)), ListedShadow(sharded(1))
     late, longer = ListedShadow(sharded(1), made=False), ListedShadow(sharded(1))
     longer.shadow[0].append(longer.shadow[0][0])
-    state, paths = through_bytes(collect_stateful({"ema": saved})), sharded_paths({"ema": saved})
+    state, paths = (
+        through_bytes(collect_stateful({"ema": saved})),
+        sharded_paths({"ema": saved}, live_states({"ema": saved})),
+    )
     apply_stateful({"ema": fresh}, state)
     message = ""
     try:
