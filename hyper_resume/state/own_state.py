@@ -11,7 +11,7 @@ import enum
 import random
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,12 +35,15 @@ _UNSETTABLE = (set, frozenset, Mapping, np.random.Generator, np.random.RandomSta
 _first_seen: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
-def own_states(optimizers: Sequence[Any], names: Mapping[int, str]) -> dict[str, OwnState]:
+def own_states(optimizers: Sequence[Any], names: Mapping[int, str], saved: Collection[str] = ()) -> dict[str, OwnState]:
     """Return name -> state, of each optimizer and wrapper in ``optimizers`` that keeps something for itself.
+
+    One with options only, which have not moved, keeps nothing, unless the checkpoint has state of it.
 
     Args:
         optimizers: the result of ``find_optimizers``.
         names: id(parameter) -> name.
+        saved: the names of which the checkpoint has state.
 
     Raises:
         UnsupportedError: an attribute holds state that can't be saved, or can't be restored.
@@ -48,7 +51,8 @@ def own_states(optimizers: Sequence[Any], names: Mapping[int, str]) -> dict[str,
     holders = optimizers.holders if isinstance(optimizers, OptimizerList) else {}
     others = (*optimizers, *holders.values())
     found = {name: OwnState(holder, optimizers, others, names) for name, holder in holders.items() if _is_read(holder)}
-    return {name: state for name, state in found.items() if state.state_dict()}
+    states = {name: state.state_dict() for name, state in found.items()}
+    return {name: found[name] for name, state in states.items() if name in saved or any(map(_is_state, state.values()))}
 
 
 class OwnState:
@@ -324,6 +328,16 @@ def _is_opened(value: Any) -> bool:
 
 def _is_kept(code: list[Any]) -> bool:
     return code[0] in ("kept", "parameter")
+
+
+def _is_state(code: Any) -> bool:
+    """True for a code with anything in it but options that have not moved."""
+    kind, content = code[0], _content(code)
+    if kind in ("list", "tuple"):
+        return any(map(_is_state, content))
+    if kind in ("dict", "object"):
+        return any(_is_state(item) for _, item in content)
+    return kind not in ("kept", "parameter", "plain")
 
 
 def _content(code: Any) -> Any:

@@ -8,7 +8,7 @@ they exist.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -137,8 +137,11 @@ def _cloned(value: Any) -> Any:
     return type(value)(_cloned(item) for item in value) if type(value) in (list, tuple) else value
 
 
-def stateful_of(trainer: Any) -> dict[str, Any]:
-    """Return name -> every other stateful object of the trainer, and what its optimizers keep for themselves."""
+def stateful_of(trainer: Any, saved: Iterable[str] = ()) -> dict[str, Any]:
+    """Return name -> every other stateful object of the trainer, and what its optimizers keep for themselves.
+
+    ``saved``: the names of which the checkpoint that is restored has state.
+    """
     known = [
         trainer.model,
         trainer.train_dataloader,
@@ -150,14 +153,16 @@ def stateful_of(trainer: Any) -> dict[str, Any]:
     found = find_stateful(trainer, getattr(trainer, "callbacks", ()), known)
     config = trainer.config.checkpoint
     if config.save_optimizer or config.restore_optimizer:
-        own = own_states(flatten_optimizers(trainer.optimizer), names_in(trainer))
+        known_own = [name.removeprefix(_OF_OPTIMIZER) for name in saved]
+        own = own_states(flatten_optimizers(trainer.optimizer), names_in(trainer), known_own)
         found.update({f"{_OF_OPTIMIZER}{name}": state for name, state in own.items()})
     return found
 
 
 def stateful_to_restore(trainer: Any, extra_state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the stateful objects and the saved states, without those of optimizers that are not to be restored."""
-    found, saved = stateful_of(trainer), dict(extra_state.get("stateful") or {})
+    saved = dict(extra_state.get("stateful") or {})
+    found = stateful_of(trainer, saved)
     if trainer.config.checkpoint.restore_optimizer:
         return found, saved
     for states in (found, saved):

@@ -135,6 +135,7 @@ def test_a_wrapper_that_hands_out_state_and_groups_is_saved_as_the_optimizer_in_
     class Facade(torch.optim.Optimizer):
         def __init__(self, inner: torch.optim.Optimizer) -> None:
             self.inner = inner
+            self.device_placement = True
 
         state = property(lambda self: self.inner.state)  # type: ignore[assignment]
         param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
