@@ -57,7 +57,10 @@ class OptimizerGiven:
         ``muon``     ChainedOptimizer of torch.optim.Muon for the hidden matrices and AdamW for the rest;
         ``two``      a LIST of two AdamW, matrices and vectors (needs ``trainer: duck``);
         ``wrapper``  an object with its AdamW as ``.optimizer``;
-        ``opaque``   a wrapper with ``step``, ``zero_grad`` and ``param_groups`` only.
+        ``opaque``   a wrapper with ``step``, ``zero_grad`` and ``param_groups`` only;
+        ``sam``      a sharpness-aware optimizer that holds an AdamW;
+        ``lookahead`` a plain wrapper with slow weights and a count, around an AdamW;
+        ``container`` a subclass of Optimizer with a dictionary of two AdamW, matrices and vectors.
     lr, weight_decay: of every group, unless the kind says otherwise (``chain``/``two``: the second has twice the lr).
     groups: ``one``; ``reversed`` the parameters in reverse order; ``empty`` with an empty group after the full one;
         ``split`` two groups of AdamW, the embedding and the rest; ``split-reversed`` those two in the other order.
@@ -65,7 +68,20 @@ class OptimizerGiven:
     """
 
     kind: Literal[
-        "adamw", "sgd", "rmsprop", "adagrad", "lowbit", "decay", "chain", "muon", "two", "wrapper", "opaque"
+        "adamw",
+        "sgd",
+        "rmsprop",
+        "adagrad",
+        "lowbit",
+        "decay",
+        "chain",
+        "muon",
+        "two",
+        "wrapper",
+        "opaque",
+        "sam",
+        "lookahead",
+        "container",
     ] = "adamw"
     lr: float = 0.01
     weight_decay: float = 0.1

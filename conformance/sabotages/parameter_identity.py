@@ -189,6 +189,16 @@ def _unknown_wrapper_passed_over(put: Saboteur) -> None:
         put.replace(f"{module}:flatten_optimizers", lambda original, optimizer: [])
 
 
+@sabotage("held-optimizer-passed-over")
+def _held_optimizer_passed_over(put: Saboteur) -> None:
+    put.replace("hyper_resume.state.held_optimizers:_Search._hold", lambda original, *args: None)
+
+
+@sabotage("own-state-of-optimizer-not-restored")
+def _own_state_of_optimizer_not_restored(put: Saboteur) -> None:
+    put.replace("hyper_resume.state.own_state:OwnState.load_state_dict", lambda original, *args: None)
+
+
 @sabotage("group-options-not-restored")
 def _group_options_not_restored(put: Saboteur) -> None:
     put.replace(f"{_OPTIMIZER}:_apply_options", lambda original, *args: None)
@@ -210,7 +220,7 @@ def _empty_group_options_lost(put: Saboteur) -> None:
 
 @sabotage("wrapper-prefixes-kept")
 def _wrapper_prefixes_kept(put: Saboteur) -> None:
-    for module in ("hyper_resume.state.model", "hyper_resume.state.names"):
+    for module in ("hyper_resume.state.names", "hyper_resume.trainer.saved_names"):
         put.replace(f"{module}:canonical_name", lambda original, name: name)
 
 

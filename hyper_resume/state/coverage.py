@@ -38,9 +38,10 @@ _SKIPPED = ("torch._C", "torch._dynamo", "torch._inductor", "torch._functorch", 
             "torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.distributed_c10d",
             "torch.utils.data._utils", "torch.multiprocessing", "torch.autograd", "torch.jit", "multiprocessing",
             "logging", "threading", "_thread", "concurrent", "weakref", "queue", "pydantic", "tqdm", "asyncio", "inspect",
-            "importlib", "re", "pathlib", "ctypes", "mmap", "io", "_io", "tokenizers", "hyper_resume.checkpoint",
-            "hyper_resume.config", "hyper_resume.trainer.callbacks", "hyper_resume.data.prefetch",
+            "pydantic_core", "importlib", "re", "pathlib", "ctypes", "mmap", "io", "_io", "tokenizers",
+            "hyper_resume.checkpoint", "hyper_resume.config", "hyper_resume.trainer.callbacks", "hyper_resume.data.prefetch",
             "hyper_resume.trainer.reading")  # fmt: skip
+_SKIPPED_PACKAGES = tuple(f"{name}." for name in _SKIPPED)
 _OWN_LOADER = "hyper_resume.data"
 # Objects of these packages count for themselves in ways that are no state; counters are looked for in the user's own objects.
 _LIBRARIES = frozenset(
@@ -212,7 +213,7 @@ class _Walk:
         elif (type(value).__module__ or "").startswith(_OWN_LOADER):
             # Its position is saved, and the order follows from it.
             self._push(f"{path}.dataset", getattr(value, "dataset", None), owners)
-        elif not _is_skipped(type(value)):
+        elif not is_skipped(type(value)):
             self._open_object(path, value, (*owners, id(value)))
 
     def _open_mapping(self, path: str, value: Mapping[Any, Any], owners: tuple[int, ...]) -> None:
@@ -263,9 +264,18 @@ class _Walk:
             self._queue.append((path, value, owners))
 
 
-def _is_skipped(kind: type) -> bool:
+def is_skipped(kind: type) -> bool:
+    """True for a class whose objects hold no state of the training."""
     module = kind.__module__ or ""
-    return module.startswith(_SKIPPED)
+    return module in _SKIPPED or module.startswith(_SKIPPED_PACKAGES)
+
+
+def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name -> value of the instance's own attributes and filled slots; nothing is computed."""
+    own = getattr(value, "__dict__", None)
+    if isinstance(own, dict):
+        yield from list(own.items())
+    yield from _slots(value)
 
 
 def _slots(value: Any) -> Iterator[tuple[str, Any]]:

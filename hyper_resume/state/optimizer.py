@@ -16,11 +16,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hyper_resume.errors import CheckpointMismatchError, UnsupportedError, describe
+from hyper_resume.state.held_optimizers import OptimizerList, find_optimizers, is_per_rank, names_of, per_rank
 from hyper_resume.state.names import first_names
 
 logger = logging.getLogger(__name__)
 
 CheckpointEntries = Mapping[str, torch.Tensor | None]
+UNNAMED = "unnamed/"
+"""Begins the name of a parameter that has none: its position follows."""
 _GROUPS = "param_groups"
 _NAMES = "params"
 # In each saved group: parameter name -> the keys of its state, so that a load notices a missing entry.
@@ -28,41 +31,17 @@ _STATE_KEYS = "state_keys"
 _BUCKET = "optimizer"
 
 
-def flatten_optimizers(optimizer: Any) -> list[Any]:
-    """Return the plain optimizers inside an optimizer, a list of optimizers, or wrappers of either.
-
-    A wrapper must have the attribute ``chained_optimizers`` (a list) or ``optimizer``.
+def flatten_optimizers(optimizer: Any) -> OptimizerList:
+    """Return every optimizer that ``optimizer`` is or holds; see :func:`find_optimizers`.
 
     Raises:
-        UnsupportedError: an object that is neither an optimizer nor a wrapper of these kinds.
+        UnsupportedError: an object in which no optimizer is found.
     """
-    if optimizer is None:
-        return []
-    if isinstance(optimizer, (list, tuple)):
-        return [leaf for item in optimizer for leaf in flatten_optimizers(item)]
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained:
-        return flatten_optimizers(list(chained))
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return [optimizer]
-    inner = getattr(optimizer, "optimizer", None)
-    if inner is not None:
-        return flatten_optimizers(inner)
-    if hasattr(optimizer, "state") and hasattr(optimizer, _GROUPS):
-        return [optimizer]
-    raise UnsupportedError(
-        describe(
-            f"unknown optimizer wrapper {type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            expected="a torch Optimizer, or an object with chained_optimizers, optimizer, or state and param_groups",
-            found="none of these attributes",
-            do="give the wrapper a chained_optimizers list, or set checkpoint.save_optimizer and "
-            "checkpoint.restore_optimizer to false",
-        )
-    )
+    return find_optimizers(optimizer)
 
 
 def collect_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """Return ``{index: {"state": {parameter name: {...}}, "param_groups": (...)}}``, without side effects.
+    """Return ``{name: {"state": {parameter name: {...}}, "param_groups": (...)}}``, without side effects.
 
     Args:
         optimizers: plain optimizers, the result of :func:`flatten_optimizers`.
@@ -71,12 +50,14 @@ def collect_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> d
     Raises:
         UnsupportedError: the state of a sharded parameter is not sharded like it (see :func:`_check_layout`).
     """
-    return {str(index): _collect_one(optimizer, names) for index, optimizer in enumerate(optimizers)}
+    return {
+        name: _collect_one(optimizer, names) for name, optimizer in zip(names_of(optimizers), optimizers, strict=True)
+    }
 
 
 def _collect_one(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
-    for name, parameter in _named_parameters(optimizer, names):
+    for name, parameter in named_parameters(optimizer, names):
         entries = optimizer.state.get(parameter)
         if entries:
             _check_layout(name, parameter, entries)
@@ -88,14 +69,15 @@ def _collect_one(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
     return {"state": state, _GROUPS: tuple(groups)}
 
 
-def _named_parameters(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def named_parameters(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name of each parameter in the groups, and the parameter."""
     for index, group in enumerate(optimizer.param_groups):
         yield from zip(_parameter_names(group, names, index), group[_NAMES], strict=True)
 
 
 def _parameter_names(group: Mapping[str, Any], names: Mapping[int, str], index: int) -> list[str]:
-    """Return the names of a group's parameters; one that does not belong to the model is named by its position."""
-    return [names.get(id(parameter), f"unnamed/{index}/{place}") for place, parameter in enumerate(group[_NAMES])]
+    """Return the names of a group's parameters; one without a name is named by its position."""
+    return [names.get(id(parameter), f"{UNNAMED}{index}/{place}") for place, parameter in enumerate(group[_NAMES])]
 
 
 def _group_options(group: Mapping[str, Any], names: Mapping[int, str], index: int) -> dict[str, Any]:
@@ -157,32 +139,44 @@ def optimizer_template(
         CheckpointMismatchError: the checkpoint has state for an optimizer, but under none of its parameters' names.
     """
     template: dict[str, Any] = {}
-    for index, optimizer in enumerate(optimizers):
-        prefix = f"{_BUCKET}.{index}."
+    for own, optimizer in zip(names_of(optimizers), optimizers, strict=True):
+        prefix = f"{_BUCKET}.{own}."
         if f"{prefix}{_GROUPS}" not in entries:
             continue
-        template[str(index)] = {"state": _state_template(optimizer, names, entries, f"{prefix}state."), _GROUPS: None}
+        template[own] = {"state": _state_template(optimizer, names, entries, f"{prefix}state."), _GROUPS: None}
     return template
 
 
 def saved_optimizer_count(entries: CheckpointEntries) -> int:
     """Return the number of optimizers in the checkpoint."""
-    count = 0
-    while f"{_BUCKET}.{count}.{_GROUPS}" in entries:
-        count += 1
-    return count
+    return len(_saved_names(entries))
+
+
+def _saved_names(entries: CheckpointEntries) -> set[str]:
+    """Return the names of the optimizers in the checkpoint; no name of an optimizer has a dot."""
+    parts = [entry.split(".") for entry in entries if entry.endswith(f".{_GROUPS}")]
+    return {part[1] for part in parts if len(part) == 3 and part[0] == _BUCKET and not _is_of_other_rank(part[1])}
+
+
+def _is_of_other_rank(name: str) -> bool:
+    return is_per_rank(name) and not name.endswith(per_rank(""))
 
 
 def check_optimizer_count(optimizers: Sequence[Any], entries: CheckpointEntries, where: str) -> list[str]:
-    """Return a reason if the checkpoint at ``where`` has another number of optimizers than this run; otherwise []."""
-    saved = saved_optimizer_count(entries)
-    if saved == 0:
+    """Return a reason if the checkpoint at ``where`` has other optimizers than this run; otherwise []."""
+    saved, own = _saved_names(entries), set(names_of(optimizers))
+    if not saved:
         return [f"{where} holds no optimizer state: the optimizer starts fresh"]
-    if saved == len(optimizers):
+    if len(saved) != len(own):
+        return [
+            f"the checkpoint holds {len(saved)} optimizers and this run has {len(own)}: "
+            f"pairing the first {len(saved & own)}, the others keep their state"
+        ]
+    if saved == own:
         return []
     return [
-        f"the checkpoint holds {saved} optimizers and this run has {len(optimizers)}: "
-        f"pairing the first {min(saved, len(optimizers))}, the others keep their state"
+        f"the checkpoint holds the optimizers {first_names(sorted(saved - own))} and this run has "
+        f"{first_names(sorted(own - saved))} instead: they keep their state"
     ]
 
 
@@ -196,7 +190,7 @@ def check_optimizer_entries(
         names: id(parameter) -> name.
         entries: the checkpoint's flattened entry names.
     """
-    prefixes = [f"{_BUCKET}.{index}." for index in range(len(optimizers))]
+    prefixes = [f"{_BUCKET}.{name}." for name in names_of(optimizers)]
     unread = [
         _unread_names(optimizer, names, entries, f"{prefix}state.")
         for optimizer, prefix in zip(optimizers, prefixes, strict=True)
@@ -204,13 +198,17 @@ def check_optimizer_entries(
     return [_UNREAD.format(first_names(of_one)) for of_one in unread if of_one]
 
 
+_BY_PLACE = (
+    "{} parameters of the optimizer belong to no attribute of the trainer, so they have no name: their state is assigned by "
+    "their position in the groups"
+)
 _UNREAD = "optimizer state of parameters that this optimizer does not have is not restored: {}"
 
 
 def _state_template(
     optimizer: Any, names: Mapping[int, str], entries: CheckpointEntries, prefix: str
 ) -> dict[str, Any]:
-    live = dict(_named_parameters(optimizer, names))
+    live = dict(named_parameters(optimizer, names))
     state: dict[str, dict[str, Any]] = {}
     for entry, meta in entries.items():
         if not entry.startswith(prefix):
@@ -235,7 +233,7 @@ def _state_template(
 
 def _unread_names(optimizer: Any, names: Mapping[int, str], entries: CheckpointEntries, prefix: str) -> list[str]:
     """Return the names with saved state that are not names of this optimizer's parameters."""
-    live = dict(_named_parameters(optimizer, names))
+    live = dict(named_parameters(optimizer, names))
     saved = {entry.removeprefix(prefix).rpartition(".")[0] for entry in entries if entry.startswith(prefix)}
     return sorted(saved - live.keys())
 
@@ -259,8 +257,8 @@ def check_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded
         CheckpointMismatchError: a parameter's saved state is incomplete.
     """
     reasons: list[str] = []
-    for index, optimizer in enumerate(optimizers):
-        part = loaded.get(str(index))
+    for own, optimizer in zip(names_of(optimizers), optimizers, strict=True):
+        part = loaded.get(own)
         if part is None:
             continue
         saved_groups, state = part[_GROUPS], part["state"]
@@ -268,8 +266,11 @@ def check_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded
         reasons += _unmatched_groups(optimizer, names, saved_groups)
         known = {name for group in saved_groups for name in group[_NAMES]}
         had_state = {name for group in saved_groups for name in group.get(_STATE_KEYS, ())}
-        own = [name for name, _ in _named_parameters(optimizer, names)]
-        lacking = [name for name in own if name not in state and (name not in known or name in had_state)]
+        live = [name for name, _ in named_parameters(optimizer, names)]
+        lacking = [name for name in live if name not in state and (name not in known or name in had_state)]
+        by_place = [name for name in live if name in state and name.startswith(UNNAMED)]
+        if by_place:
+            reasons.append(_BY_PLACE.format(len(by_place)))
         if lacking:
             reasons.append(f"the checkpoint holds no optimizer state of {first_names(lacking)}: it starts fresh")
     return reasons
@@ -286,15 +287,15 @@ def apply_optimizers(optimizers: Sequence[Any], names: Mapping[int, str], loaded
     Raises:
         CheckpointMismatchError: a parameter's saved state is incomplete.
     """
-    for index, optimizer in enumerate(optimizers):
-        part = loaded.get(str(index))
+    for own, optimizer in zip(names_of(optimizers), optimizers, strict=True):
+        part = loaded.get(own)
         if part is None:
             continue
         saved_groups = part[_GROUPS]
         _check_complete(saved_groups, part["state"])
         for reason in _unmatched_groups(optimizer, names, saved_groups):
             logger.warning("%s", reason)
-        live = dict(_named_parameters(optimizer, names))
+        live = dict(named_parameters(optimizer, names))
         optimizer.state.clear()
         for name, entries in part["state"].items():
             parameter = live[name]

@@ -109,6 +109,13 @@ def expected_scheduler_states(
     ]
 
 
+def rename_schedulers(saved: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> None:
+    """Replace parameter names in saved states, in place: saved name -> name."""
+    for options in (each for state in saved for each in state.get(_GROUP_OPTIONS) or ()):
+        if _NAMES in options:
+            options[_NAMES] = [names.get(name, name) for name in options[_NAMES]]
+
+
 def _count_difference(schedulers: Sequence[Any], saved: Sequence[Any]) -> list[str]:
     if len(schedulers) == len(saved):
         return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hyper_resume.errors import CheckpointMismatchError, describe
+from hyper_resume.state.names import first_names
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +71,20 @@ def _is_stateful(value: Any) -> bool:
 
 def collect_stateful(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return name -> state of each object. Tensors are copied to the CPU; of a DTensor, this rank's local tensor."""
+    return local_states(live_states(found))
+
+
+def live_states(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name -> state of each object, as the object returns it."""
     return {
-        name: _to_local(value.get_state() if isinstance(value, torch.Generator) else value.state_dict())
+        name: value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
         for name, value in found.items()
     }
+
+
+def local_states(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states with tensors copied to the CPU; of a DTensor, this rank's local tensor."""
+    return {name: _to_local(state) for name, state in states.items()}
 
 
 def check_stateful(found: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
@@ -118,6 +129,47 @@ def _has_shards(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_has_shards(item) for item in value.values())
     return isinstance(value, (list, tuple)) and any(_has_shards(item) for item in value)
+
+
+def sharded_paths(found: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
+    """Return the path of each sharded tensor in ``states`` of the objects ``found``, sorted.
+
+    An object with ``restores_sharding`` is left out: it shards its tensors itself.
+    """
+    return sorted(
+        path
+        for name, value in found.items()
+        if not getattr(value, "restores_sharding", False)
+        for path in _sharded_in(states[name], name)
+    )
+
+
+def _sharded_in(state: Any, path: str) -> Iterator[str]:
+    if isinstance(state, DTensor):
+        yield path
+    elif isinstance(state, Mapping):
+        for key, item in state.items():
+            yield from _sharded_in(item, f"{path}.{key}")
+    elif type(state) in (list, tuple):
+        for place, item in enumerate(state):
+            yield from _sharded_in(item, f"{path}.{place}")
+
+
+def check_sharding(found: Mapping[str, Any], sharded: Iterable[str]) -> list[str]:
+    """Return a reason if tensors that were sharded at the save have no sharded counterpart: only local parts come back.
+
+    Args:
+        found: name -> live object.
+        sharded: the result of :func:`sharded_paths` at the save.
+    """
+    own = tuple(f"{name}." for name in found)
+    wanted = {path for path in sharded if path.startswith(own)}
+    lost = sorted(wanted - set(sharded_paths(found, live_states(found)))) if wanted else []
+    if not lost:
+        return []
+    return [
+        f"tensors that were sharded are not made in this run yet, so their local parts come back: {first_names(lost)}"
+    ]
 
 
 def apply_stateful(found: Mapping[str, Any], saved: Mapping[str, Any], *, undo: ExitStack | None = None) -> None:
@@ -178,4 +230,20 @@ def _to_global(saved: Any, live: Any, where: str) -> Any:
             key: _to_global(item, live.get(key) if isinstance(live, Mapping) else None, f"{where}.{key}")
             for key, item in saved.items()
         }
+    if type(saved) in (list, tuple):
+        return _sequence_to_global(saved, live if isinstance(live, (list, tuple)) else (), where)
     return saved
+
+
+def _sequence_to_global(saved: Any, live: Any, where: str) -> Any:
+    if len(saved) != len(live) and any(isinstance(item, DTensor) for item in live):
+        raise CheckpointMismatchError(
+            describe(
+                f"the saved list {where} of sharded tensors does not fit this run",
+                expected=f"{len(live)} tensors",
+                found=f"{len(saved)}",
+                do="build the object as it was when it was saved, before the callback restores it",
+            )
+        )
+    pairs = [(item, live[place] if place < len(live) else None) for place, item in enumerate(saved)]
+    return type(saved)(_to_global(item, own, f"{where}.{place}") for place, (item, own) in enumerate(pairs))

@@ -7,12 +7,11 @@ from typing import Any
 
 from hyper_resume.digest import state_digest_text
 from hyper_resume.state.model import collect_model
-from hyper_resume.state.names import parameter_names
 from hyper_resume.state.optimizer import collect_optimizers, flatten_optimizers
 from hyper_resume.state.rng import collect_rng
 from hyper_resume.state.scheduler import collect_schedulers, expected_scheduler_states
 from hyper_resume.state.stateful import collect_stateful
-from hyper_resume.trainer.payload import as_list, collect_progress, device_type, stateful_of
+from hyper_resume.trainer.payload import as_list, collect_progress, device_type, names_in, stateful_to_restore
 from hyper_resume.trainer.resume_point import knows_position
 
 # Derived from the state when it is collected.
@@ -26,13 +25,13 @@ def read_digests(trainer: Any, payload: Mapping[str, Any], extra_state: Mapping[
         read["optimizer"] = _plain_optimizers(payload["optimizer"])
     if extra_state:
         progress = collect_progress(trainer)
-        schedulers, names = as_list(trainer.lr_scheduler), parameter_names(trainer.model)
+        schedulers, names = as_list(trainer.lr_scheduler), names_in(trainer)
         read["progress"] = {key: extra_state.get(key, value) for key, value in progress.items()}
         read["lr_scheduler"] = expected_scheduler_states(schedulers, extra_state.get("lr_scheduler") or [], names)
         if knows_position(trainer.train_dataloader):
             read["train_dataloader"] = extra_state.get("train_dataloader")
-        saved = extra_state.get("stateful") or {}
-        read["stateful"] = {name: saved[name] for name in stateful_of(trainer) if name in saved}
+        found, saved = stateful_to_restore(trainer, extra_state)
+        read["stateful"] = {name: saved[name] for name in found if name in saved}
         read["rng_state"] = extra_state["rng_state"]
     return {bucket: state_digest_text(state) for bucket, state in read.items()}
 
@@ -45,7 +44,7 @@ def live_digests(
     The data position is collected only from a loader that reports it as plain numbers: a foreign loader's ``state_dict`` may
     start workers.
     """
-    names = parameter_names(trainer.model)
+    names = names_in(trainer)
     live: dict[str, Any] = {}
     model = collect_model(trainer.model)
     live["model"] = {name: model[name] for name in payload["model"]}
@@ -59,9 +58,8 @@ def live_digests(
             {key: value for key, value in state.items() if key in expected}
             for state, expected in zip(collect_schedulers(as_list(trainer.lr_scheduler), names), saved, strict=False)
         ]
-        states = extra_state.get("stateful") or {}
-        found = {name: value for name, value in stateful_of(trainer).items() if name in states}
-        live["stateful"] = collect_stateful(found)
+        found, states = stateful_to_restore(trainer, extra_state)
+        live["stateful"] = collect_stateful({name: value for name, value in found.items() if name in states})
         live["rng_state"] = collect_rng(device_type(trainer))
     if "train_dataloader" in buckets:
         live["train_dataloader"] = trainer.train_dataloader.state_dict()

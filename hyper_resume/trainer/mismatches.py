@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hyper_resume.checkpoint.format.extra_state import UNCOVERED
+from hyper_resume.checkpoint.format.extra_state import SHARDED, UNCOVERED
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.state.dataloader import check_dataloader, knows_shares, why_streams_move
 from hyper_resume.state.model import check_model
-from hyper_resume.state.names import first_names, parameter_names
+from hyper_resume.state.names import first_names
 from hyper_resume.state.optimizer import (
     check_optimizer_count,
     check_optimizer_entries,
@@ -25,14 +25,16 @@ from hyper_resume.state.optimizer import (
 )
 from hyper_resume.state.rng import check_rng
 from hyper_resume.state.scheduler import check_scheduler_fields, check_schedulers
-from hyper_resume.state.stateful import check_stateful, refuse_sharded_parts
-from hyper_resume.trainer.payload import as_list, device_type, stateful_of
+from hyper_resume.state.stateful import check_sharding, check_stateful, refuse_sharded_parts
+from hyper_resume.trainer.payload import as_list, device_type, names_in, stateful_to_restore
 from hyper_resume.trainer.resume_point import check_position, knows_position
 from hyper_resume.trainer.run_mesh import StreamIdentity
+from hyper_resume.trainer.saved_names import SavedNames
 from hyper_resume.trainer.uncovered import reasons_of
 
 NOT_ASKED_FOR = "not asked for"
 _NOTHING = "neither the checkpoint nor this trainer has any"
+_BY_PLACE = "the checkpoint names parameters outside the model by their position, and their state is assigned by it"
 # The top-level entries of a checkpoint of this library; nothing restores any other entry.
 _KNOWN_ENTRIES = frozenset({"model", "optimizer", "extra_state", "save_id"})
 
@@ -87,7 +89,8 @@ def find_mismatches(
     """
     mismatches = Mismatches()
     if entries is not None:
-        mismatches.add("model", check_model(trainer.model, entries), warn=True)
+        entries_now = SavedNames(trainer.model, {}, entries).entries_now(entries)
+        mismatches.add("model", check_model(trainer.model, entries_now), warn=True)
     _check_optimizer(mismatches, trainer, config, entries, payload, path)
     if config.restore_train_state:
         _check_training_state(mismatches, trainer, extra_state, streams)
@@ -117,10 +120,13 @@ def _check_optimizer(
     if not config.restore_optimizer:
         mismatches.absent["optimizer"] = NOT_ASKED_FOR
         return
-    optimizers, names = flatten_optimizers(trainer.optimizer), parameter_names(trainer.model)
+    optimizers, names = flatten_optimizers(trainer.optimizer), names_in(trainer)
     if entries is not None:
+        saved = SavedNames(trainer.model, names, entries)
         mismatches.add("optimizer", check_optimizer_count(optimizers, entries, path))
-        mismatches.add("optimizer", check_optimizer_entries(optimizers, names, entries))
+        mismatches.add("optimizer", check_optimizer_entries(optimizers, saved.parameters, entries))
+        if saved.by_place and set(saved.parameters) < set(names):
+            mismatches.add("optimizer", [_BY_PLACE], warn=True)
         if saved_optimizer_count(entries) == 0:
             mismatches.absent["optimizer"] = "the checkpoint holds none"
     mismatches.add("optimizer", check_optimizers(optimizers, names, payload["optimizer"]))
@@ -144,8 +150,9 @@ def _check_training_state(
         if all(type(number) is int for number in place):
             moved = check_position(trainer, extra_state["global_step"], *place)
             mismatches.add("progress", [] if moved is None else [moved])
-    found, states = stateful_of(trainer), extra_state.get("stateful") or {}
+    found, states = stateful_to_restore(trainer, extra_state)
     mismatches.add("stateful", check_stateful(found, states))
+    mismatches.add("stateful", check_sharding(found, extra_state.get(SHARDED) or ()), warn=True)
     if not found and not states:
         mismatches.absent["stateful"] = _NOTHING
     change = streams.change_since(extra_state)

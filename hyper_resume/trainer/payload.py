@@ -8,31 +8,36 @@ they exist.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from hyper_resume.checkpoint.format.extra_state import SHARDED
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import CheckpointMismatchError, UnsupportedError, describe
 from hyper_resume.optim.initial_state import initialize_optimizer_state
 from hyper_resume.state.dataloader import collect_dataloader
-from hyper_resume.state.model import collect_model
-from hyper_resume.state.names import parameter_names
+from hyper_resume.state.model import collect_model, fit_extra_states
+from hyper_resume.state.names import outside_names, parameter_names
 from hyper_resume.state.optimizer import (
     check_optimizer_count,
     collect_optimizers,
     flatten_optimizers,
     optimizer_template,
 )
+from hyper_resume.state.own_state import own_states
 from hyper_resume.state.rng import collect_rng
 from hyper_resume.state.scheduler import collect_schedulers
-from hyper_resume.state.stateful import collect_stateful, find_stateful
+from hyper_resume.state.stateful import find_stateful, live_states, local_states, sharded_paths
+from hyper_resume.trainer.saved_names import SavedNames
 
 logger = logging.getLogger(__name__)
 
 CheckpointEntries = Mapping[str, torch.Tensor | None]
 
+# Begins the name of what an optimizer keeps for itself, among the stateful objects.
+_OF_OPTIMIZER = "optimizer."
 # The entries of the training state that a restore requires, whatever this run itself saves.
 EXTRA_STATE_SKELETON: Mapping[str, None] = dict.fromkeys(
     ("global_step", "epoch", "lr_scheduler", "train_dataloader", "stateful", "rng_state")
@@ -44,19 +49,33 @@ def collect_payload(trainer: Any, config: CheckpointingConfig) -> dict[str, Any]
     payload: dict[str, Any] = {"model": collect_model(trainer.model, trainable_only=config.is_peft)}
     if config.save_optimizer:
         optimizers = flatten_optimizers(trainer.optimizer)
-        payload["optimizer"] = collect_optimizers(optimizers, parameter_names(trainer.model))
+        payload["optimizer"] = collect_optimizers(optimizers, names_in(trainer))
     return payload
+
+
+def names_in(trainer: Any) -> dict[int, str]:
+    """Return id(parameter) -> name: in the model, or the path below the trainer or one of its callbacks."""
+    names = parameter_names(trainer.model)
+    owners = {
+        **vars(trainer),
+        "callback": {type(one).__name__: getattr(one, "__dict__", {}) for one in getattr(trainer, "callbacks", ())},
+    }
+    return {**names, **outside_names(owners, names)}
 
 
 def collect_extra_state(trainer: Any) -> dict[str, Any]:
     """Return this rank's training state: progress, schedulers, data position, other stateful objects, random streams."""
     # First, because the state_dict of another object may draw; the caller puts the streams back behind it.
     streams = collect_rng(device_type(trainer))
+    found = stateful_of(trainer)
+    states = live_states(found)
+    sharded = sharded_paths(found, states)
     return {
         **collect_progress(trainer),
-        "lr_scheduler": collect_schedulers(as_list(trainer.lr_scheduler), parameter_names(trainer.model)),
+        **({SHARDED: sharded} if sharded else {}),
+        "lr_scheduler": collect_schedulers(as_list(trainer.lr_scheduler), names_in(trainer)),
         "train_dataloader": collect_dataloader(getattr(trainer, "data_iterator", None), trainer.train_dataloader),
-        "stateful": collect_stateful(stateful_of(trainer)),
+        "stateful": local_states(states),
         "rng_state": streams,
     }
 
@@ -86,8 +105,11 @@ def make_destination(
             to none of the parameters.
     """
     model = collect_model(trainer.model, trainable_only=config.is_peft)
-    if config.is_peft and entries is not None:
-        _require_adapters(model, entries, path)
+    if entries is not None:
+        now = SavedNames(trainer.model, {}, entries).entries_now(entries)
+        model = fit_extra_states(model, now)
+        if config.is_peft:
+            _require_adapters(model, now, path)
     destination: dict[str, Any] = {"model": model}
     if config.restore_optimizer:
         destination["optimizer"] = _optimizer_destination(trainer, entries, path)
@@ -95,7 +117,7 @@ def make_destination(
 
 
 def _optimizer_destination(trainer: Any, entries: CheckpointEntries | None, path: str) -> dict[str, Any]:
-    optimizers, names = flatten_optimizers(trainer.optimizer), parameter_names(trainer.model)
+    optimizers, names = flatten_optimizers(trainer.optimizer), names_in(trainer)
     if entries is None:
         # A backend that does not list its entries fills only existing tensors, so the state is created first.
         for optimizer in optimizers:
@@ -104,7 +126,7 @@ def _optimizer_destination(trainer: Any, entries: CheckpointEntries | None, path
         return primed
     for reason in check_optimizer_count(optimizers, entries, path):
         logger.warning("%s", reason)
-    return optimizer_template(optimizers, names, entries)
+    return optimizer_template(optimizers, SavedNames(trainer.model, names, entries).parameters, entries)
 
 
 def _cloned(value: Any) -> Any:
@@ -115,8 +137,11 @@ def _cloned(value: Any) -> Any:
     return type(value)(_cloned(item) for item in value) if type(value) in (list, tuple) else value
 
 
-def stateful_of(trainer: Any) -> dict[str, Any]:
-    """Return name -> every other stateful object of the trainer."""
+def stateful_of(trainer: Any, saved: Iterable[str] = ()) -> dict[str, Any]:
+    """Return name -> every other stateful object of the trainer, and what its optimizers keep for themselves.
+
+    ``saved``: the names of which the checkpoint that is restored has state.
+    """
     known = [
         trainer.model,
         trainer.train_dataloader,
@@ -125,7 +150,25 @@ def stateful_of(trainer: Any) -> dict[str, Any]:
         *reachable_optimizers(trainer.optimizer),
         *as_list(trainer.lr_scheduler),
     ]
-    return find_stateful(trainer, getattr(trainer, "callbacks", ()), known)
+    found = find_stateful(trainer, getattr(trainer, "callbacks", ()), known)
+    config = trainer.config.checkpoint
+    if config.save_optimizer or config.restore_optimizer:
+        known_own = [name.removeprefix(_OF_OPTIMIZER) for name in saved]
+        own = own_states(flatten_optimizers(trainer.optimizer), names_in(trainer), known_own)
+        found.update({f"{_OF_OPTIMIZER}{name}": state for name, state in own.items()})
+    return found
+
+
+def stateful_to_restore(trainer: Any, extra_state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the stateful objects and the saved states, without those of optimizers that are not to be restored."""
+    saved = dict(extra_state.get("stateful") or {})
+    found = stateful_of(trainer, saved)
+    if trainer.config.checkpoint.restore_optimizer:
+        return found, saved
+    for states in (found, saved):
+        for name in [name for name in states if name.startswith(_OF_OPTIMIZER)]:
+            del states[name]
+    return found, saved
 
 
 def reachable_optimizers(optimizer: Any) -> list[Any]:

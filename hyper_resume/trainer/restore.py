@@ -20,7 +20,6 @@ from hyper_resume.errors import CheckpointMismatchError, describe
 from hyper_resume.state.certificate import BUCKETS, BucketCertificate, Certificate, certify_bucket
 from hyper_resume.state.dataloader import apply_dataloader
 from hyper_resume.state.model import apply_extra_states, apply_model
-from hyper_resume.state.names import parameter_names
 from hyper_resume.state.optimizer import apply_optimizers, flatten_optimizers, register_optimizer_undo
 from hyper_resume.state.rng import apply_rng, collect_rng, streams_kept
 from hyper_resume.state.scheduler import apply_schedulers
@@ -32,12 +31,14 @@ from hyper_resume.trainer.payload import (
     as_list,
     device_type,
     make_destination,
+    names_in,
     reachable_optimizers,
-    stateful_of,
+    stateful_to_restore,
 )
 from hyper_resume.trainer.resume_point import resume_point
 from hyper_resume.trainer.run_fingerprint import RunFingerprint
 from hyper_resume.trainer.run_mesh import StreamIdentity
+from hyper_resume.trainer.saved_names import SavedNames
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +112,13 @@ class _Restore:
         self._destination = collective.on_all_ranks(
             lambda: make_destination(trainer, config, self._entries, self._path)
         )
-        checkpointer.check_loaded = self._check_and_apply
+        saved = SavedNames(trainer.model, names_in(trainer), self._entries)
+        destination = saved.as_saved(self._destination)
+        checkpointer.check_loaded = lambda read, extra_state: self._check_and_apply(saved, read, extra_state)
         try:
             extra_state = checkpointer.load(
                 self._path,
-                self._destination,
+                destination,
                 strict_model=not config.is_peft,
                 extra_state_skeleton=self._skeleton() if config.restore_train_state else None,
             )
@@ -123,7 +126,8 @@ class _Restore:
             checkpointer.check_loaded = None
         if self._findings is None:
             # A backend without buffers has written to the live model by now; everything else is unchanged.
-            collective.on_all_ranks(lambda: self._check_and_apply(self._destination, extra_state))
+            collective.on_all_ranks(lambda: self._check_and_apply(saved, destination, extra_state))
+        self._destination = saved.as_now(destination)
         collective.on_all_ranks(lambda: self._finish(self._applied))
         parts = collective.on_all_ranks(lambda: self._judge_buckets(self._applied))
         gathered = collective.all_gather(parts)
@@ -141,11 +145,15 @@ class _Restore:
 
     # ---- before the live model is written ---------------------------------------------------------------------------
 
-    def _check_and_apply(self, read: Mapping[str, Any], extra_state: Mapping[str, Any]) -> None:
+    def _check_and_apply(self, saved: SavedNames, read: Mapping[str, Any], extra_state: Mapping[str, Any]) -> None:
         """Check what was read, then apply all of it except the model's tensors."""
-        run = self._fingerprint.compare(_overlay(self._destination, read), extra_state)
-        payload = dict(run.payload)
-        extra_state = run.extra_state
+        payload = _overlay(self._destination, saved.as_now(read))
+        if "optimizer" in payload:
+            optimizers = flatten_optimizers(self._trainer.optimizer)
+            payload["optimizer"] = saved.optimizers_now(optimizers, payload["optimizer"])
+        saved.rename_schedulers(extra_state.get("lr_scheduler") or [])
+        run = self._fingerprint.compare(payload, extra_state)
+        payload, extra_state = dict(run.payload), run.extra_state
         mismatches = find_mismatches(
             self._trainer, self._config, self._entries, payload, extra_state, self._path, self._streams
         )
@@ -167,7 +175,7 @@ class _Restore:
         exists); other stateful objects; random streams.
         """
         trainer, config, undo = self._trainer, self._config, self._undo
-        names = parameter_names(trainer.model)
+        names = names_in(trainer)
         apply_extra_states(trainer.model, payload["model"], undo)
         if config.restore_optimizer:
             apply_optimizers(flatten_optimizers(trainer.optimizer), names, payload["optimizer"])
@@ -185,7 +193,7 @@ class _Restore:
             trainer.state.epoch_ended = extra_state.get("epoch_ended", True)
         positioned = apply_dataloader(trainer.train_dataloader, extra_state.get("train_dataloader"), undo=undo)
         trainer.start_epoch, trainer.start_step = resume_point(trainer, positioned=positioned)
-        apply_stateful(stateful_of(trainer), extra_state.get("stateful") or {}, undo=undo)
+        apply_stateful(*stateful_to_restore(trainer, extra_state), undo=undo)
         self._streams.apply(extra_state)
 
     # ---- after it was written ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.state.coverage import Coverage, Payload
+from hyper_resume.state.own_state import OwnState
 from hyper_resume.state.rng import streams_kept
 from hyper_resume.trainer.payload import as_list, collect_payload, device_type, reachable_optimizers, stateful_of
 
@@ -88,7 +89,7 @@ class UncoveredState:
             covered.add_state_of(scheduler, scheduler.state_dict())
         for owner in stateful_of(trainer).values():
             state = owner.get_state() if not hasattr(owner, "state_dict") else owner.state_dict()
-            covered.add_state_of(owner, state)
+            covered.add_state_of(owner.holder if isinstance(owner, OwnState) else owner, state)
         return covered
 
 

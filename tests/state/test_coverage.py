@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hyper_resume.state import coverage
-from hyper_resume.state.coverage import Coverage, Payload
+from hyper_resume.state.coverage import Coverage, Payload, is_skipped
 
 
 class Net(nn.Module):
@@ -342,3 +342,8 @@ def test_a_walk_that_is_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(coverage, "MOST_OBJECTS", 5)
     trainer = made()
     assert not coverage.survey({"trainer": trainer}, payload_of(trainer)).is_whole
+
+
+def test_only_whole_package_names_are_left_out() -> None:
+    kinds = [type("Kind", (), {"__module__": name}) for name in ("re", "io", "logging.handlers", "recipes.sam", "iops")]
+    assert [is_skipped(kind) for kind in kinds] == [True, True, True, False, False]

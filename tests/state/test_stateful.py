@@ -18,7 +18,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hyper_resume.checkpoint.format.extra_state import encode, to_plain_state
 from hyper_resume.errors import CheckpointMismatchError
-from hyper_resume.state.stateful import apply_stateful, collect_stateful, find_stateful
+from hyper_resume.state.stateful import (
+    apply_stateful,
+    check_sharding,
+    collect_stateful,
+    find_stateful,
+    live_states,
+    sharded_paths,
+)
 from tests.ranks import run_ranks
 from tests.state.disk import same_bits
 
@@ -232,3 +239,64 @@ def test_averages_of_a_sharded_model_keep_each_ranks_part() -> None:
         assert result["updates"] == 9
         assert result["sharded"]
         assert "saved part of ema.weight does not fit this rank" in result["message"]
+
+
+class ListedShadow:
+    """A moving average as a list of sharded tensors in a list; ``made`` says whether it is made at once."""
+
+    def __init__(self, model: nn.Module, *, made: bool = True) -> None:
+        self.shadow = [[value.detach() * 0.5 for value in model.parameters()]] if made else []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+def _lists_of_sharded_tensors() -> dict[str, Any]:
+    def sharded(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 5)
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return model
+
+    saved, fresh = ListedShadow(sharded(0)), ListedShadow(sharded(1))
+    late, longer = ListedShadow(sharded(1), made=False), ListedShadow(sharded(1))
+    longer.shadow[0].append(longer.shadow[0][0])
+    state, paths = (
+        through_bytes(collect_stateful({"ema": saved})),
+        sharded_paths({"ema": saved}, live_states({"ema": saved})),
+    )
+    apply_stateful({"ema": fresh}, state)
+    message = ""
+    try:
+        apply_stateful({"ema": longer}, state)
+    except CheckpointMismatchError as error:
+        message = str(error)
+    return {
+        "restored": [
+            isinstance(new, DTensor) and same_bits(new.to_local(), old.to_local()) and new.shape == old.shape
+            for new, old in zip(fresh.shadow[0], saved.shadow[0], strict=True)
+        ],
+        "paths": paths,
+        "reasons": [check_sharding({"ema": one}, [*paths, "gone.shadow.0"]) for one in (fresh, late)],
+        "message": message,
+    }
+
+
+def test_lists_of_sharded_tensors_come_back_sharded() -> None:
+    for result in run_ranks(_lists_of_sharded_tensors, 2):
+        assert result["restored"] == [True, True]
+        assert result["paths"] == ["ema.shadow.0.0", "ema.shadow.0.1"]
+        assert "the saved list ema.shadow.0 of sharded tensors does not fit this run" in result["message"]
+
+
+def test_a_list_that_this_run_has_not_made_yet_is_named() -> None:
+    for result in run_ranks(_lists_of_sharded_tensors, 2):
+        made, late = result["reasons"]
+        assert made == []
+        assert late == [
+            "tensors that were sharded are not made in this run yet, so their local parts come back: "
+            "ema.shadow.0.0, ema.shadow.0.1"
+        ]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import lr_scheduler as schedules
 
+from conformance.adapters.hyper_resume.holding_optimizers import Container, Lookahead, Sam
 from conformance.matrix.given import ModelGiven, OptimizerGiven, SchedulerGiven
 from hyper_resume.optim import ChainedOptimizer
 
@@ -179,24 +180,19 @@ class Wrapper:
 
 
 class OpaqueWrapper:
-    """A wrapper of an unknown kind: it steps, and exposes only its groups."""
+    """A wrapper of an unknown kind: no attribute leads to its optimizer, and it exposes only its groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Wrap ``optimizer``."""
-        self.__inner = optimizer
+        inner: Any = optimizer
+        self._groups: Callable[[], list[dict[str, Any]]] = lambda: inner.param_groups
+        self.step = lambda: inner.step()
+        self.zero_grad = lambda: inner.zero_grad()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped one's."""
-        return self.__inner.param_groups
-
-    def step(self) -> None:
-        """Step the wrapped one."""
-        self.__inner.step()
-
-    def zero_grad(self) -> None:
-        """Clear the wrapped one's gradients."""
-        self.__inner.zero_grad()
+        return self._groups()
 
 
 def build_optimizer(model: nn.Module, given: OptimizerGiven) -> tuple[Any, list[torch.optim.Optimizer]]:
@@ -205,8 +201,16 @@ def build_optimizer(model: nn.Module, given: OptimizerGiven) -> tuple[Any, list[
     parameters = [parameter for _, parameter in named]
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    if given.kind in ("chain", "two"):
+    if given.kind == "sam":
+        sam = Sam(parameters, lambda groups: _adamw(groups, given))
+        return sam, [sam.base_optimizer]
+    if given.kind == "lookahead":
+        inner = _adamw(parameters, given)
+        return Lookahead(inner), [inner]
+    if given.kind in ("chain", "two", "container"):
         pair = [_adamw(matrices, given), _adamw(vectors, given, lr=2 * given.lr)]
+        if given.kind == "container":
+            return Container(dict(zip(("matrices", "vectors"), pair, strict=True))), pair
         return (ChainedOptimizer(pair) if given.kind == "chain" else list(pair)), pair
     if given.kind == "muon":
         hidden = [parameter for name, parameter in named if name.endswith("hidden.weight")]

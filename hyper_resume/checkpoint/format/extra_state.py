@@ -46,8 +46,10 @@ MESH = "mesh"
 """The mesh of the run (``Mesh.to_plain``): the same for all ranks, so this library's storage keeps it once, in the manifest."""
 RUN = "run"
 """What the run on this rank is made of, as plain values; it is compared at a restore, and no part of the state."""
+SHARDED = "sharded"
+"""Paths of the stateful objects' tensors that were sharded, where there are any; their local parts are saved."""
 # The keys that identify the rank and the save of a training state, and remarks; they belong to no bucket.
-IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id", UNCOVERED, MESH, RUN})
+IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id", UNCOVERED, MESH, RUN, SHARDED})
 PROGRESS = "progress"
 _PROGRESS_KEYS = frozenset({"global_step", "epoch", "epoch_ended"})
 

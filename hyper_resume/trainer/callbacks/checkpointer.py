@@ -24,10 +24,12 @@ from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
 from hyper_resume.parallel.replicas import check_replicas
 from hyper_resume.state.certificate import Certificate
+from hyper_resume.state.held_optimizers import is_per_rank
 from hyper_resume.state.optimizer import flatten_optimizers
+from hyper_resume.state.own_state import own_states
 from hyper_resume.state.rng import streams_kept
 from hyper_resume.trainer.callbacks.base import Callback
-from hyper_resume.trainer.payload import collect_extra_state, collect_payload, device_type
+from hyper_resume.trainer.payload import collect_extra_state, collect_payload, device_type, names_in
 from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.restore import restore
 from hyper_resume.trainer.run_fingerprint import RunFingerprint
@@ -70,7 +72,8 @@ class CheckpointerCallback(Callback):
 
         Raises:
             ConfigError: the trainer lacks attributes that saving or restoring uses; all of them at once.
-            UnsupportedError: an optimizer wrapper whose state can't be reached, now rather than at the first save.
+            UnsupportedError: an optimizer or a wrapper whose state can't be reached, saved or restored, now rather than at the
+                first save.
         """
         super().__init__(trainer)
         _require_attributes(trainer)
@@ -85,7 +88,7 @@ class CheckpointerCallback(Callback):
         self._fingerprint: RunFingerprint | None = None
         self._records: Path | None = _trajectory_directory(trainer)
         if self.config.save_optimizer or self.config.restore_optimizer:
-            flatten_optimizers(trainer.optimizer)
+            own_states(flatten_optimizers(trainer.optimizer), names_in(trainer))
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
@@ -372,6 +375,8 @@ def _tensors(payload: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Te
     """Return the payload's tensors by flattened name."""
     found: dict[str, torch.Tensor] = {}
     for key, value in payload.items():
+        if is_per_rank(key):
+            continue  # no other rank has a copy
         if isinstance(value, torch.Tensor):
             found[prefix + key] = value
         elif isinstance(value, Mapping):

@@ -9,10 +9,10 @@ from typing import Any
 from hyper_resume import collective
 from hyper_resume.digest import digest_state
 from hyper_resume.state.model import collect_model
-from hyper_resume.state.names import parameter_names
 from hyper_resume.state.optimizer import collect_optimizers, flatten_optimizers
 from hyper_resume.state.rng import collect_rng
 from hyper_resume.trainer.callbacks.base import Callback
+from hyper_resume.trainer.payload import names_in
 from hyper_resume.trainer.records import prepare_lines
 from hyper_resume.trainer.state import TrainerState
 
@@ -55,7 +55,7 @@ class TrajectoryCallback(Callback):
 
     def _digest(self) -> dict[str, Any]:
         trainer = self.trainer
-        optimizers = collect_optimizers(flatten_optimizers(trainer.optimizer), parameter_names(trainer.model))
+        optimizers = collect_optimizers(flatten_optimizers(trainer.optimizer), names_in(trainer))
         streams = collect_rng(trainer.device.type)
         return {
             "model": digest_state(collect_model(trainer.model)),
