@@ -11,6 +11,8 @@ from conformance.records.evidence import Evidence, EvidenceError, LegEvidence
 
 _TITLE = "Restore certificate of "
 _LINE = re.compile(r"\s+(\w+)\s+(exact|degraded|absent)\b(.*)")
+# An absent bucket that no run of this trainer has lost: neither side has any.
+_NOTHING_THERE = "(neither "
 
 
 @CHECKS.register(needs=("events.log",))
@@ -51,6 +53,24 @@ def certifies(
         observed="; ".join(line.strip() for line in lines) or "no certificate",
         blames=(wrong or strange or ["policy"])[0],
     )
+
+
+def certified_buckets(leg: LegEvidence) -> dict[str, str]:
+    """Bucket -> ``exact``, ``nothing`` (neither side has any) or ``not exact``, in rank 0's last certificate.
+
+    Empty without a certificate. A bucket is as good as its worst rank.
+    """
+    found: dict[str, str] = {}
+    for line in _certificate(leg):
+        match = _LINE.fullmatch(line)
+        if match is None:
+            continue
+        bucket, word, rest = match.groups()
+        if word == "absent":
+            word = "nothing" if rest.lstrip().startswith(_NOTHING_THERE) else "not exact"
+        verdict = "not exact" if word == "degraded" else word
+        found[bucket] = verdict if found.get(bucket) in (None, verdict) else "not exact"
+    return found
 
 
 def _certificate(leg: LegEvidence) -> list[str]:

@@ -46,7 +46,7 @@ _BUCKETS = {
 
 
 # Columns that need digests.
-_DIGESTED = {"rng", "extras", "optimizer", "model"}
+DIGESTED_COLUMNS = {"rng", "extras", "optimizer", "model"}
 
 
 class ComparisonError(ValueError):
@@ -87,7 +87,7 @@ def compare_trajectories(
     chosen = [column for column in ALL_COLUMNS if column in columns]
     if not chosen:
         raise ComparisonError("no column to compare")
-    digests = bool(set(chosen) & _DIGESTED)
+    digests = bool(set(chosen) & DIGESTED_COLUMNS)
     expected = {rank: _complete(reference, rank, steps, "reference", digests) for rank in reference.ranks}
     found = {rank: _complete(resumed, rank, steps, "resumed", digests) for rank in reference.ranks}
     window = expected if len(steps) > 1 else {rank: _by_step(reference, rank) for rank in reference.ranks}
@@ -227,14 +227,15 @@ def _compare_column(
     for step in steps:
         for rank in reference:
             compared += 1
-            divergence = _first_difference(reference[rank][step], resumed[rank][step], column)
+            divergence = first_difference(reference[rank][step], resumed[rank][step], column)
             if divergence is not None:
                 different += 1
                 first = first or divergence
     return ColumnResult(name=column, compared=compared, different=different, first=first)
 
 
-def _first_difference(reference: TrajectoryRecord, resumed: TrajectoryRecord, column: str) -> Divergence | None:
+def first_difference(reference: TrajectoryRecord, resumed: TrajectoryRecord, column: str) -> Divergence | None:
+    """The first cell of a column that differs between two records of one step and rank; None if all are equal."""
     expected, found = cells(reference, column), cells(resumed, column)
     for name in [*expected, *(name for name in found if name not in expected)]:
         if bits(expected.get(name)) != bits(found.get(name)):

@@ -3,6 +3,8 @@
 1. Harness trouble (a leg whose own code is broken, a fault on disk that did nothing) is ``error``: nothing was shown.
 2. Each leg ends as the script says: by its fault, or by itself with exit code 0 unless a check says otherwise.
 3. The case's own checks. If one failed, the case is ``fail``; otherwise, if one could not judge, it is ``error``.
+4. Each restore's certificate (:mod:`conformance.judging.certified`). One that says exact where training diverges makes the case
+   ``false_exact``, whatever its checks, level and known failures say.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conformance.checks import run_check
+from conformance.judging.certified import certified_checks
 from conformance.matrix.case import Case
 from conformance.matrix.script import LegStep
 from conformance.records.evidence import Evidence, LegEvidence, unexpected_ends
@@ -38,11 +41,17 @@ def judge(case: Case, evidence: Evidence) -> Verdict:
         return Verdict(outcome="error", reason=trouble, checks=(), blamed=None)
     checks = [check for leg in case.legs if (check := _ending(case, leg, evidence)) is not None]
     checks += [run_check(row.check, row.parameters, evidence, blames=row.blames) for row in case.expect]
+    certified = certified_checks(case, evidence)
+    checks += certified
     failed = [check for check in checks if check.status == "failed"]
     broken = [check for check in checks if check.status == "error"]
     blamed = next((check.blames for check in failed if check.blames), None)
-    if failed:
-        outcome: Outcome = "fail"
+    false = [check for check in certified if check.status == "failed"]
+    if false:
+        outcome: Outcome = "false_exact"
+        reason = f"expected: {false[0].expected}; found {false[0].observed}"
+    elif failed:
+        outcome = "fail"
         reason = f"{failed[0].check}: expected {failed[0].expected}; found {failed[0].observed}"
     elif broken:
         outcome, reason = "error", f"{broken[0].check}: {broken[0].observed}"
@@ -52,7 +61,7 @@ def judge(case: Case, evidence: Evidence) -> Verdict:
 
 
 def _leveled(case: Case, outcome: Outcome) -> Outcome:
-    if outcome == "error":
+    if outcome in ("error", "false_exact"):
         return outcome
     if case.level == "note":
         return "note"

@@ -226,25 +226,25 @@ def flip_tensor_byte(disk: Disk, *, step: int, entry: str, rank: int = 0, part: 
     return _by_trainer("flip_tensor_byte")
 
 
-@FAULTS.register(by_trainer=True)
+@FAULTS.register(by_trainer=True, edits=True)
 def remove_model_key(disk: Disk, *, step: int, key: str) -> list[str]:
     """Write the step directory again without the model entry ``key`` (with or without its ``model.`` prefix)."""
     return _by_trainer("remove_model_key")
 
 
-@FAULTS.register(by_trainer=True)
+@FAULTS.register(by_trainer=True, edits=True)
 def remove_optimizer_entry(disk: Disk, *, step: int, entry: str) -> list[str]:
     """Write the step directory again without the optimizer entries whose name ends in ``entry`` (``hidden.weight.exp_avg``)."""
     return _by_trainer("remove_optimizer_entry")
 
 
-@FAULTS.register(by_trainer=True)
+@FAULTS.register(by_trainer=True, edits=True)
 def remove_extra_state(disk: Disk, *, step: int) -> list[str]:
     """Write the step directory again without embedded training state."""
     return _by_trainer("remove_extra_state")
 
 
-@FAULTS.register(by_trainer=True)
+@FAULTS.register(by_trainer=True, edits=True)
 def edit_extra_state(
     disk: Disk,
     *,

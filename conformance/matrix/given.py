@@ -25,6 +25,7 @@ class ModelGiven:
         ``tiny-dropout`` embed_tokens (64 x width), hidden (Linear, tanh), dropout, norm (LayerNorm), lm_head (Linear to 1);
         ``tied``         the same, but the output is a product with the embedding's own matrix (one tensor, two names);
         ``buffers``      and a persistent and a non-persistent buffer, both moved by every forward in training;
+        ``running``      and a running mean in a non-persistent buffer, which the output depends on;
         ``branch``       and a branch whose parameters never get a gradient;
         ``extra-state``  and a module with ``get_extra_state`` (a counter of forwards that scales the output);
         ``adapter``      base frozen, only a hand-written low-rank adapter on ``hidden`` is trained;
@@ -37,7 +38,9 @@ class ModelGiven:
         ``_orig_mod`` (as torch.compile does), ``checkpoint`` wraps ``hidden`` by torch's activation checkpointing.
     """
 
-    kind: Literal["tiny-dropout", "tied", "buffers", "branch", "extra-state", "adapter", "lora"] = "tiny-dropout"
+    kind: Literal["tiny-dropout", "tied", "buffers", "running", "branch", "extra-state", "adapter", "lora"] = (
+        "tiny-dropout"
+    )
     width: int = 8
     dropout: float = 0.25
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -124,7 +127,12 @@ class DataGiven:
     loader: ``own`` this library's DataLoader; ``foreign`` a list-like loader without ``state_dict``, in a fixed order;
         ``foreign-stateful`` another library's loader with ``state_dict`` and ``load_state_dict`` (position within the epoch);
         ``foreign-drawing`` the same, which draws from torch's stream whenever its iterator is made;
-        ``unsized`` an endless loader without length and state.
+        ``unsized`` an endless loader without length and state;
+        ``torch`` torch's DataLoader, ``torchdata`` its StatefulDataLoader, ``nodes`` a torchdata.nodes.Loader: each in a
+        ResumableLoader.
+    sampler: of a ``torch``, ``torchdata`` or ``nodes`` loader. ``none`` leaves the order to ``shuffle``; ``generator`` draws
+        from a generator of its own; ``weighted`` draws with replacement; ``distributed`` gives one of two shares, in an order
+        that depends on the epoch; ``own`` is a user's sampler with a private generator.
     workers: processes that read. prefetch: batches that a background thread reads ahead, 0 for no thread.
     dp_world_size, dp_rank: given to the DataLoader as plain arguments; no process group is needed.
     shuffle_method: the order is drawn as a whole, or computed per position.
@@ -132,7 +140,10 @@ class DataGiven:
     first_id: sample i is the number first_id + i (another dataset of the same length).
     """
 
-    loader: Literal["own", "foreign", "foreign-stateful", "foreign-drawing", "unsized"] = "own"
+    loader: Literal[
+        "own", "foreign", "foreign-stateful", "foreign-drawing", "unsized", "torch", "torchdata", "nodes"
+    ] = "own"
+    sampler: Literal["none", "generator", "weighted", "distributed", "own"] = "none"
     samples: int = 20
     batch_size: int = 4
     shuffle: bool = True
@@ -176,6 +187,8 @@ class CheckpointGiven:
     save_consolidated: str | None = None
     staging_dir: str | None = None
     best_metric_key: str | None = None
+    check_coverage: bool | None = None
+    not_saved: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +224,11 @@ class Given:
         count), ``scaler`` (multiplies the loss by a scale that it doubles every 3 steps), ``counter`` (a stateful callback
         that counts steps, base trainer only), ``generator`` (a torch.Generator that the loss draws from), ``forgetful`` (a
         count of steps that its own ``load_state_dict`` does not take back).
+    hidden: state that the trainer reaches and nothing saves, under ``trainer.hidden``; the loss depends on it. An average of
+        the weights in a ``list``, a ``dict``, a ``namespace`` within a namespace, an attribute of a ``callback`` (base trainer
+        only), or a function's ``closure``; a running mean in an ``array``; a private generator (``generator`` torch's,
+        ``python-generator``, ``numpy-generator``); a ``counter`` that an object with a ``state_dict`` leaves out of it;
+        ``watched``: a list again, which the loss does not depend on.
     """
 
     trainer: Literal["base", "duck"] = "base"
@@ -235,6 +253,22 @@ class Given:
     second_writer: bool = False
     tell_operations: bool = False
     extras: tuple[Literal["ema", "scaler", "counter", "generator", "forgetful"], ...] = ()
+    hidden: (
+        Literal[
+            "list",
+            "dict",
+            "namespace",
+            "callback",
+            "closure",
+            "array",
+            "generator",
+            "python-generator",
+            "numpy-generator",
+            "counter",
+            "watched",
+        ]
+        | None
+    ) = None
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,13 +17,18 @@ from conformance.plain_data import serial
 from conformance.records.comparison import Divergence
 from conformance.records.trajectory import RecordError
 
-SCHEMA = "hyper_resume.results/2"
+SCHEMA = "hyper_resume.results/3"
+# Schema 2 has the same records; it lacks the outcome `false_exact`.
+_READ = (SCHEMA, "hyper_resume.results/2")
 FILE_NAME = "results.jsonl"
 SCHEMA_FILE = Path(__file__).parents[1] / "schema" / "results.schema.json"
 
-Outcome = Literal["pass", "fail", "error", "unsupported", "skipped", "known_fail", "unexpected_pass", "note"]
+Outcome = Literal[
+    "pass", "false_exact", "fail", "error", "unsupported", "skipped", "known_fail", "unexpected_pass", "note"
+]
 OUTCOMES: tuple[str, ...] = (
     "pass",
+    "false_exact",
     "fail",
     "error",
     "unsupported",
@@ -334,7 +339,7 @@ def _require_schema(line: str, path: Path) -> None:
         schema = json.loads(line).get("schema", SCHEMA)
     except (ValueError, AttributeError):
         return
-    if schema != SCHEMA:
+    if schema not in _READ:
         raise RecordError(f"{path}: schema is {schema!r}, this version reads {SCHEMA!r}; run it again")
 
 

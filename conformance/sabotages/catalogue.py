@@ -14,6 +14,8 @@ from conformance.plain_data.yaml_lines import load_yaml
 from conformance.records.results import BLAMES, ResultRecord, SabotageRecord
 
 SABOTAGES_FILE = Path(__file__).parents[1] / "sabotages.yaml"
+# A case catches a defect by its own checks, or by the comparison of each certificate with the training after it.
+_CAUGHT = ("fail", "false_exact")
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -86,8 +88,8 @@ def lint_sabotages(entries: Sequence[SabotageEntry], cases: Sequence[Case]) -> l
 def judge_sabotage(entry: SabotageEntry, results: Mapping[str, ResultRecord]) -> SabotageRecord:
     """Caught if every case that it names fails; ``right_bucket`` if one of these reports its bucket first."""
     outcomes = {case_id: results[case_id].outcome for case_id in entry.cases}
-    red = [results[case_id] for case_id in entry.cases if results[case_id].outcome == "fail"]
-    missed = [case_id for case_id, outcome in outcomes.items() if outcome != "fail"]
+    red = [results[case_id] for case_id in entry.cases if results[case_id].outcome in _CAUGHT]
+    missed = [case_id for case_id, outcome in outcomes.items() if outcome not in _CAUGHT]
     caught = not missed
     blamed = [result.blamed for result in red if result.blamed]
     right = entry.bucket in blamed

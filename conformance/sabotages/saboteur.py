@@ -120,7 +120,9 @@ _MODULES = tuple(
     for name in (
         "background_saves",
         "configuration",
+        "coverage",
         "data_position",
+        "foreign_loaders",
         "omitted_buckets",
         "parameter_identity",
         "preemption",

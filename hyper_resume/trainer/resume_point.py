@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from hyper_resume.data.passes import length_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -51,7 +53,12 @@ def knows_position(loader: Any) -> bool:
 
 
 def check_position(trainer: Any, global_step: int, epoch: int, batches_consumed: int) -> str | None:
-    """Return why training would not continue at the place that ``global_step`` gives; None when it would."""
+    """Return why training would not continue at the place that ``global_step`` gives; None when it would.
+
+    A loader without a length has only its own position: without the steps per epoch none follows from ``global_step``.
+    """
+    if length_of(trainer.train_dataloader) is None:
+        return None
     derived, actual = _derived(trainer, global_step), _actual(trainer, epoch, batches_consumed)
     if actual == derived:
         return None

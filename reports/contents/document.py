@@ -25,7 +25,9 @@ SCHEMA_FILE = Path(__file__).parents[1] / "schema" / "report.schema.json"
 # `passed` is of a selection: all that was run passed; whether that was all is not judged.
 State = Literal["accepted", "passed", "refused", "incomplete"]
 # The states of a cell, the best first. A cell of several cases has the worst of theirs. `missing`: required, without a result.
-CELL_STATES = ("pass", "note", "missing", "skipped", "unsupported", "error", "known_fail", "unexpected_pass", "fail")
+CELL_STATES = (
+    "pass", "note", "missing", "skipped", "unsupported", "error", "known_fail", "unexpected_pass", "fail", "false_exact"
+)  # fmt: skip
 # Why a cell is no judgement of the trainer: a closed list.
 REASONS = (
     "needs-npu",

@@ -30,6 +30,7 @@ from reports.reading.unit_tests import UnitTests
 
 # The worst kind first; within a kind, findings are in the order of the cases.
 _ORDER = (
+    "false_exact",
     "fail",
     "unexpected_pass",
     "kill_fail",
@@ -52,7 +53,8 @@ _ORDER = (
     "nothing_run",
 )
 _LONGEST_REASON = 240
-_REFUSES = frozenset(_ORDER[:9])
+_FAILED = ("false_exact", "fail", "unexpected_pass", "known_fail")
+_REFUSES = frozenset(_ORDER[:10])
 _BUCKET_WORDS: Mapping[str, Text] = {
     "model": say("the model", "model"),
     "optimizer": say("the optimizer's state", "optimizer 状态"),
@@ -108,7 +110,7 @@ def make_verdict(
 
 def _how_many_failed(findings: Sequence[Finding], cases: Sequence[CaseEntry], kills: Sequence[KillEntry]) -> Text:
     """What a refused run says first: how much failed, and the worst of it."""
-    failed = sum(case.outcome in ("fail", "unexpected_pass", "known_fail") for case in cases)
+    failed = sum(case.outcome in _FAILED for case in cases)
     bad_kills = sum(kill.outcome == "fail" for kill in kills)
     counts = []
     if failed:
@@ -182,7 +184,7 @@ def _finding(
 def _case_findings(cases: Sequence[CaseEntry], kills: Sequence[KillEntry]) -> Iterator[Finding]:
     """What is wrong with single cases; those with a divergence come first, because that leads to the cause."""
     for case in sorted(cases, key=lambda case: (case.divergence is None, case.level != "must")):
-        if case.outcome in ("fail", "unexpected_pass", "known_fail", "error", "unsupported", "skipped"):
+        if case.outcome in (*_FAILED, "error", "unsupported", "skipped"):
             story = _story(case, failed_kill(kills, case.part, case.case))
             yield _finding(case.outcome, case.key, story, case.anchor, case.divergence)
     names = sorted({case.sabotage for case in cases if case.sabotage})
@@ -202,6 +204,7 @@ def _story(case: CaseEntry, kill: KillEntry | None) -> Text:
         )
         return _difference(after or case.case, case.divergence)
     words = {
+        "false_exact": say("is certified as exact and trains differently", "证书称完全一致，实际训练却不同"),
         "fail": say("fails", "失败"),
         "unexpected_pass": say("passes, though it is listed as known to fail", "列为已知失败，却通过了"),
         "known_fail": say("fails as known, and a known defect is still one", "按已知缺陷失败；已知缺陷仍是缺陷"),

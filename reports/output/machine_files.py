@@ -139,6 +139,7 @@ def _junit_case(suite: ElementTree.Element, case: CaseEntry) -> None:
         properties["divergence"] = _place(case.divergence)
     _properties(test, properties)
     kind = {
+        "false_exact": "failure",
         "fail": "failure",
         "unexpected_pass": "failure",
         "known_fail": "skipped",
@@ -253,7 +254,7 @@ def _summary_lines(report: Report) -> Iterator[str]:
             yield f"| {one.weight} | {_plain(one.subject)} | {_plain(one.text.en)} |"
         if len(verdict.findings) > _MOST_FINDINGS:
             yield f"| | | {len(verdict.findings) - _MOST_FINDINGS} more |"
-    bad = [case for case in report.cases if case.outcome in ("fail", "unexpected_pass", "error")]
+    bad = [case for case in report.cases if case.outcome in ("false_exact", "fail", "unexpected_pass", "error")]
     if bad:
         yield ""
         yield "```"

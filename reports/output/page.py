@@ -43,6 +43,7 @@ _ICONS = {
     "known_fail": "!",
     "unexpected_pass": "!",
     "fail": "✕",
+    "false_exact": "✕",
 }
 _UNNAMED = Markup("data-w")
 _VERDICT_ICONS = {"accepted": "✓", "passed": "✓", "refused": "✕", "incomplete": "○"}

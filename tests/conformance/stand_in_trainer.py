@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from conformance.running.probe import Probe
 
+FORGETS_RNG = ("forgets-rng", "certifies-falsely", "certifies-honestly")
+
 
 def defect() -> str:
     return os.environ.get("DEFECT", "")
@@ -91,17 +93,27 @@ def meet_defect_after_step(probe: Probe, step: int) -> None:
         probe.moment("file_operation", step)
 
 
+def certify(probe: Probe, path: str) -> None:
+    """Log a certificate; the honest one says what was forgotten."""
+    if defect() in ("certifies", "certifies-falsely", "certifies-honestly"):
+        rng = "degraded (it is fresh)" if defect() == "certifies-honestly" else "exact (saved = loaded = live)"
+        lines = ["model  exact (saved = loaded = live)", f"rng_state  {rng}", "stateful  absent (neither has any)"]
+        probe.event("log", level="INFO", message=f"Restore certificate of {path}:\n  " + "\n  ".join(lines))
+
+
 def train(probe: Probe) -> None:
     job = probe.job
     start = restore(job)
     probe.event("built", buckets={"rng_state": {"python": "fresh"}})
     if job["restore_from"] is not None:
-        restored = "fresh" if defect() == "forgets-rng" else f"{value(f'stream {start}')}"
+        restored = "fresh" if defect() in FORGETS_RNG else f"{value(f'stream {start}')}"
         buckets = {"rng_state": {"python": restored}}
-        probe.event("restored", global_step=start, epoch=0, path="", lrs=[], buckets=buckets)
+        path = f"{job['checkpoint_dir']}/global_step_{start}"
+        certify(probe, path)
+        probe.event("restored", global_step=start, epoch=0, path=path, lrs=[], buckets=buckets)
     probe.event("begin", global_step=start, epoch=0, start_epoch=0, start_step=start, buckets={})
     meet_defect_at_begin(probe, start)
-    stream = "other" if defect() == "forgets-rng" and start else "stream"
+    stream = "other" if defect() in FORGETS_RNG and start else "stream"
     for step in range(start + 1, job["until_step"] + 1):
         if defect() == "segfaults" and step == 3:
             os.kill(os.getpid(), signal.SIGSEGV)

@@ -16,7 +16,7 @@ from typing import Any
 from tests.reports.formulas import KILL, record, single, state
 
 CHECKOUT = Path(__file__).parents[2]
-OUTCOMES = ("pass", "fail", "error", "unsupported", "skipped", "known_fail", "unexpected_pass", "note")
+OUTCOMES = ("pass", "false_exact", "fail", "error", "unsupported", "skipped", "known_fail", "unexpected_pass", "note")
 
 Change = Callable[[dict[str, Any], int], None]
 

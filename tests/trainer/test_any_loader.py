@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +78,54 @@ def test_a_run_that_was_broken_off_ends_as_the_uninterrupted_one(tmp_path: Path,
     first = max(step for step in range(until + 1) if step % 2 == 0 or (step % BATCHES == 0 and step < until)) + 1
     assert sorted(resumed) == list(range(first, EPOCHS * BATCHES + 1))
     assert resumed == {step: reference[step] for step in resumed}
+
+
+class WithoutLength:
+    """Batches that can be read once an epoch."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.full((2, 4), float(index)) for index in range(BATCHES))
+
+
+def test_a_loader_without_a_length_is_exact_in_its_second_epoch(tmp_path: Path) -> None:
+    # Two epochs of five batches, saved in the second: global_step alone would be in the middle of one endless epoch.
+    def trained(seed: int, restore_from: str | None, until: int) -> list[float]:
+        torch.manual_seed(seed)
+        loader = ResumableLoader(WithoutLength())
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 1))
+        checkpoint = CheckpointingConfig(
+            checkpoint_dir=str(tmp_path / "run"), save_steps=7, restore_from=restore_from, on_mismatch="error"
+        )
+        trainer = SimpleNamespace(
+            config=SimpleNamespace(checkpoint=checkpoint),
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+            lr_scheduler=None,
+            train_dataloader=loader,
+            state=TrainerState(),
+            train_steps=until,
+            start_epoch=0,
+            start_step=0,
+        )
+        checkpointer = CheckpointerCallback(trainer)
+        checkpointer.on_train_begin()
+        losses = []
+        for epoch in range(trainer.start_epoch, 2):
+            trainer.state.epoch = epoch
+            for batch in loader.batches(epoch):
+                loss = model(batch).square().mean()
+                loss.backward()
+                trainer.optimizer.step()
+                trainer.optimizer.zero_grad()
+                trainer.state.global_step += 1
+                losses.append(float(loss.detach()))
+                checkpointer.on_step_end()
+                if trainer.state.global_step == until:
+                    return losses
+        return losses
+
+    whole = trained(0, None, 10)
+    assert trained(1, str(tmp_path / "run" / "global_step_7"), 10) == whole[7:]
 
 
 def test_two_resumes_in_one_epoch_end_as_the_uninterrupted_one(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ class Net(nn.Module):
         if given.kind == "buffers":
             self.register_buffer("mean", torch.zeros(given.width))
             self.register_buffer("scratch", torch.zeros(given.width), persistent=False)
+        if given.kind == "running":
+            self.register_buffer("mean", torch.zeros(given.width), persistent=False)
         if given.kind == "branch":
             self.branch = nn.Linear(given.width, given.width)
         if given.kind == "extra-state":
@@ -65,7 +67,7 @@ class Net(nn.Module):
         if self.kind == "adapter":
             hidden = hidden + self.adapter_up(self.adapter_down(embedded))
         hidden = self.dropout(torch.tanh(hidden))
-        if self.kind == "buffers":
+        if self.kind in ("buffers", "running"):
             hidden = self._with_buffers(hidden)
         if self.kind == "extra-state":
             hidden = self.counter(hidden)
@@ -73,12 +75,13 @@ class Net(nn.Module):
         return output.float().mean(-1) if self.kind == "tied" else output.float().squeeze(-1)
 
     def _with_buffers(self, hidden: torch.Tensor) -> torch.Tensor:
-        # A running mean that the output depends on, like a batch norm's; the non-persistent buffer must not matter.
+        # A running mean that the output depends on, like a batch norm's; the scratch buffer must not matter.
         assert isinstance(self.mean, torch.Tensor)
-        assert isinstance(self.scratch, torch.Tensor)
         with torch.no_grad():
             self.mean.lerp_(hidden.detach().mean(0), 0.1)
-            self.scratch.copy_(hidden.detach().mean(0))
+            if self.kind == "buffers":
+                assert isinstance(self.scratch, torch.Tensor)
+                self.scratch.copy_(hidden.detach().mean(0))
         return hidden - self.mean
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from conformance.adapters.hyper_resume.leg import Leg
+from hyper_resume.data import ResumableLoader
 
 
 def drive_custom_loop(leg: Leg) -> None:
@@ -36,7 +37,12 @@ def _epoch(leg: Leg, epoch: int) -> None:
     if hasattr(loader, "set_epoch"):
         loader.set_epoch(epoch)
     trainer.state.batch_index = getattr(loader, "batches_consumed", 0) - 1
-    trainer.data_iterator = iter(loader)
+    if isinstance(loader, ResumableLoader):
+        if loader.start_epoch != loader.epoch or loader.epoch != epoch:
+            trainer.state.batch_index = -1  # its position is still that of the epoch before
+        trainer.data_iterator = loader.batches(epoch)
+    else:
+        trainer.data_iterator = iter(loader)
     exhausted = False
     while not exhausted and not _is_done(leg):
         window: list[Any] = []
@@ -48,11 +54,19 @@ def _epoch(leg: Leg, epoch: int) -> None:
         if window:
             _step(leg, window)
             _report_step(leg)
-    if exhausted or trainer.state.batch_index + 1 == len(loader):
+    if exhausted or trainer.state.batch_index + 1 == _batches_per_epoch(loader):
         for callback in trainer.callbacks:
             callback.on_epoch_end(trainer.state)
         leg.probe.moment("after_epoch", trainer.state.global_step)
     trainer.data_iterator = None
+
+
+def _batches_per_epoch(loader: Any) -> int | None:
+    """None for a loader without a length: the end of its epoch shows when it gives no further batch."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def _step(leg: Leg, window: list[Any]) -> None:

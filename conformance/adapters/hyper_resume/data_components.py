@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from conformance.adapters.hyper_resume.components import VOCABULARY
+from conformance.adapters.hyper_resume.foreign_loaders import FOREIGN, build_foreign_loader
+from conformance.adapters.hyper_resume.hidden_state import HiddenState
 from conformance.matrix.given import DataGiven, Given
 from hyper_resume.data import DataLoader
 from hyper_resume.trainer.callbacks import Callback, TrainerState
@@ -113,6 +115,8 @@ def build_data(given: Given, *, rank: int, world_size: int) -> tuple[Any, Ids]:
     """Return the loader and its dataset."""
     data = given.data
     dataset = Ids(data, noisy="dataset" in given.noise)
+    if data.loader in FOREIGN:
+        return build_foreign_loader(given, dataset), dataset
     foreign = {
         "foreign": ForeignLoader,
         "foreign-stateful": ForeignStatefulLoader,
@@ -229,9 +233,13 @@ def seed_streams(seed: int) -> None:
 
 
 def loss_of(
-    given: Given, seen: list[int], generator: torch.Generator | None = None, scaler: Scaler | None = None
+    given: Given,
+    seen: list[int],
+    generator: torch.Generator | None = None,
+    scaler: Scaler | None = None,
+    hidden: HiddenState | None = None,
 ) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """Return (model, batch) -> mean squared error of i / 64, scaled by what ``noise`` and ``extras`` say.
+    """Return (model, batch) -> mean squared error of i / 64, scaled by what ``noise``, ``extras`` and ``hidden`` say.
 
     The ids of each batch are appended to ``seen``: the samples that were trained, independent of what a loader reports.
     """
@@ -246,6 +254,8 @@ def loss_of(
             scale = scale + 0.1 * float(torch.rand((), generator=generator))
         if noise is not None:
             scale = scale + 0.1 * noise.float()
+        if hidden is not None:
+            scale = scale * hidden.factor()
         loss: torch.Tensor = (scale * (model(ids % VOCABULARY) - ids / VOCABULARY) ** 2).mean()
         return loss if scaler is None else loss * scaler.scale
 

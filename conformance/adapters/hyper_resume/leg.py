@@ -15,6 +15,7 @@ from conformance.adapters.hyper_resume import data_components as data_components
 from conformance.adapters.hyper_resume.components import TroubleError
 from conformance.adapters.hyper_resume.data_components import StepCounter
 from conformance.adapters.hyper_resume.event_reporter import EventReporter
+from conformance.adapters.hyper_resume.hidden_state import AverageCallback, HiddenState
 from conformance.adapters.hyper_resume.instrumentation import AfterSaves, BeforeSaves, instrument_saves
 from conformance.adapters.hyper_resume.live_state import step_digests
 from conformance.plain_data.serial import to_plain
@@ -25,7 +26,7 @@ from hyper_resume.trainer.base import BaseTrainer
 from hyper_resume.trainer.callbacks import CheckpointerCallback, TrainerState
 
 # The adapter's callbacks; all others are the library's.
-OWN_CALLBACKS = (BeforeSaves, AfterSaves, StepCounter)
+OWN_CALLBACKS = (BeforeSaves, AfterSaves, StepCounter, AverageCallback)
 _MANY_EPOCHS = 1_000_000
 
 
@@ -46,8 +47,10 @@ class Leg(EventReporter):
         self.loader, self.dataset = data_components.build_data(self.given, rank=self.share, world_size=self.shares)
         self.extras = self._build_extras()
         self.seen: list[int] = []
+        kind = self.given.hidden
+        self.hidden = None if kind is None else HiddenState(kind, self.model, self.given.seed + 9)
         self.loss_function = data_components.loss_of(
-            self.given, self.seen, self.extras.get("generator"), self.extras.get("scaler")
+            self.given, self.seen, self.extras.get("generator"), self.extras.get("scaler"), self.hidden
         )
         # Each data share draws from streams of its own, seeded anew after the objects are built.
         data_components.seed_streams(self.given.seed + 1000 + self.share)
@@ -115,11 +118,12 @@ class Leg(EventReporter):
     def checkpointing(self) -> CheckpointingConfig:
         """The ``checkpoint:`` block: only the fields that the case sets."""
         chosen = {name: value for name, value in to_plain(self.given.checkpoint).items() if value is not None}
+        # How often the harness's dataset was read is an observation, and no state of the training.
+        not_saved = ("trainer.train_dataloader.dataset.reads", *chosen.pop("not_saved", ()))
         return CheckpointingConfig(
             checkpoint_dir=self.job.checkpoint_dir,
             restore_from=self.job.restore_from,
-            # How often the harness's dataset was read is an observation, and no state of the training.
-            not_saved=("trainer.train_dataloader.dataset.reads",),
+            not_saved=not_saved,
             **chosen,
         )
 
@@ -144,6 +148,9 @@ class Leg(EventReporter):
         makers: list[Callable[[Any], Any]] = [lambda trainer: BeforeSaves(trainer, self)]
         if "counter" in given.extras:
             makers.insert(0, StepCounter)
+        hidden = self.hidden
+        if hidden is not None and hidden.kind == "callback":
+            makers.append(hidden.holder.of)
         trainer = BaseTrainer(
             config,
             model=self.model,
@@ -155,7 +162,7 @@ class Leg(EventReporter):
             dp_group=self.dp_group,
             callbacks=makers,
         )
-        for name, value in self.extras.items():
+        for name, value in {**self.extras, **self._held_by_trainer()}.items():
             setattr(trainer, name, value)
         for item in trainer.callbacks:
             if isinstance(item, StepCounter):
@@ -165,6 +172,10 @@ class Leg(EventReporter):
         )
         trainer.callbacks.append(AfterSaves(trainer, self))
         return trainer
+
+    def _held_by_trainer(self) -> dict[str, Any]:
+        hidden = self.hidden
+        return {} if hidden is None or hidden.kind == "callback" else {"hidden": hidden.holder}
 
     def _custom_trainer(self) -> Any:
         """A namespace with the attributes that specification 5.2 names, and the extras."""
@@ -181,6 +192,7 @@ class Leg(EventReporter):
             start_step=0,
             callbacks=[],
             **self.extras,
+            **self._held_by_trainer(),
         )
         if trainer.config.checkpoint.save_ckpt or trainer.config.checkpoint.restore_from is not None:
             trainer.callbacks.append(CheckpointerCallback(trainer))
@@ -196,6 +208,8 @@ class Leg(EventReporter):
             self.extras["ema"].update(self.model)
         if "scaler" in self.extras:
             self.extras["scaler"].update()
+        if self.hidden is not None:
+            self.hidden.update()
         if "forgetful" in self.extras:
             self.extras["forgetful"].steps += 1
         self.probe.step(

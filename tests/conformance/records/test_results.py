@@ -142,9 +142,20 @@ def test_a_report_of_the_version_before_is_refused_by_its_name(tmp_path: Path) -
     with pytest.raises(RecordError) as caught:
         read_results(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path / 'results.jsonl'}: schema is 'hyper_resume.results/1', this version reads 'hyper_resume.results/2'; "
+        f"{tmp_path / 'results.jsonl'}: schema is 'hyper_resume.results/1', this version reads 'hyper_resume.results/3'; "
         "run it again"
     )
+
+
+def test_a_report_of_schema_2_is_read_and_judged_again(tmp_path: Path) -> None:
+    session(tmp_path)
+    path = tmp_path / "results.jsonl"
+    *lines, last = path.read_text().replace("hyper_resume.results/3", "hyper_resume.results/2").splitlines()
+    footer = json.loads(last)
+    del footer["counts"]["false_exact"]  # the outcome that schema 3 adds
+    path.write_text("\n".join([*lines, json.dumps(footer)]) + "\n")
+    assert read_results(tmp_path).header.schema == "hyper_resume.results/2"
+    assert [item.agrees for item in recheck(tmp_path)] == [True, True]
 
 
 def test_an_unknown_key_in_a_record_is_refused_with_its_line(tmp_path: Path) -> None:

@@ -119,6 +119,9 @@ def test_only_a_red_case_counts_as_caught_and_the_bucket_must_be_right(tmp_path:
     wrong = judge_sabotage(entry(bucket="optimizer"), {"Z1": red})
     assert (wrong.caught, wrong.right_bucket, wrong.blamed_bucket) == (True, False, "rng_state")
     assert not judge_sabotage(entry(), {"Z1": clean}).caught
+    blind = case_of(expect=[{"check": "fault_fired", "leg": "interrupted"}])
+    false = judge_sabotage(entry(), {"Z1": result_of(tmp_path / "false", "certifies-falsely", blind, sabotage="met")})
+    assert (false.caught, false.right_bucket, false.caught_by) == (True, True, "certified_exact")
     missed = judge_sabotage(entry(), {"Z1": silent})
     assert (missed.caught, missed.reason) == (False, "Z1: error the sabotage unmet did not fire")
     table = sabotage_table([caught, wrong, missed], clean=4, false_alarms=["Z1#3"])

@@ -91,6 +91,7 @@ def test_nothing_in_its_junit_is_red_or_skipped_for_what_was_not_asked(tmp_path:
     ("outcome", "state", "code"),
     [
         ("pass", "passed", 0),
+        ("false_exact", "refused", 1),
         ("fail", "refused", 1),
         ("known_fail", "refused", 1),
         ("unexpected_pass", "refused", 1),

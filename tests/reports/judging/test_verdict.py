@@ -11,7 +11,9 @@ import pytest
 from conformance.records.trajectory import RecordError
 from reports.contents.document import Report
 from reports.judging.assemble import ReportError, assemble
+from reports.output.page import render
 from reports.reading.read import read_run
+from tests.reports.html import Page
 from tests.reports.run_folder import WRONG_STREAM, RunFolder, every_id, refused_run, system_ids, whole_run
 
 
@@ -55,6 +57,7 @@ def test_a_required_case_without_a_result_leaves_the_run_incomplete(tmp_path: Pa
 @pytest.mark.parametrize(
     ("outcome", "state"),
     [
+        ("false_exact", "refused"),
         ("fail", "refused"),
         ("unexpected_pass", "refused"),
         ("known_fail", "refused"),
@@ -87,6 +90,23 @@ def test_a_divergence_comes_before_a_failure_without_one(tmp_path: Path) -> None
     run.case("A6", "fail", reason="no error")
     run.resumed_case("C9", outcome="fail", divergence={**WRONG_STREAM, "rank": 0})
     assert report_of(run.finish()).verdict.findings[0].subject == "C9"
+
+
+def test_a_false_certificate_comes_before_every_failure_and_is_counted_in_the_header(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", suite="conformance")
+    run.resumed_case("C9", outcome="fail", divergence={**WRONG_STREAM, "rank": 0})
+    run.case("Z4", "false_exact", reason="rng_state is certified as exact")
+    assembled = assemble(read_run([run.finish()]), profile="selection")
+    first = assembled.report.verdict.findings[0]
+    assert (first.kind, first.subject, first.weight) == ("false_exact", "Z4", "refused")
+    assert "rng_state is certified as exact" in first.text.en
+    assert "FALSE EXACT 1" in Page(render(assembled)).text
+
+
+def test_the_header_says_that_no_certificate_was_false(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", suite="conformance")
+    run.case("Z4")
+    assert "FALSE EXACT 0" in Page(render(assemble(read_run([run.finish()]), profile="selection"))).text
 
 
 def test_a_sabotage_that_was_not_noticed_refuses_the_run(tmp_path: Path) -> None:
