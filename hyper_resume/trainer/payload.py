@@ -48,12 +48,15 @@ def collect_payload(trainer: Any, config: CheckpointingConfig) -> dict[str, Any]
     return payload
 
 
-def collect_extra_state(trainer: Any) -> dict[str, Any]:
-    """Return this rank's training state: progress, schedulers, data position, other stateful objects, random streams."""
+def collect_extra_state(trainer: Any, state: Any = None) -> dict[str, Any]:
+    """Return this rank's training state: progress, schedulers, data position, other stateful objects, random streams.
+
+    ``state`` holds the counters; None means ``trainer.state``.
+    """
     # First, because the state_dict of another object may draw; the caller puts the streams back behind it.
     streams = collect_rng(device_type(trainer))
     return {
-        **collect_progress(trainer),
+        **collect_progress(trainer, state),
         "lr_scheduler": collect_schedulers(as_list(trainer.lr_scheduler), parameter_names(trainer.model)),
         "train_dataloader": collect_dataloader(getattr(trainer, "data_iterator", None), trainer.train_dataloader),
         "stateful": collect_stateful(stateful_of(trainer)),
@@ -61,12 +64,13 @@ def collect_extra_state(trainer: Any) -> dict[str, Any]:
     }
 
 
-def collect_progress(trainer: Any) -> dict[str, Any]:
-    """Return the counters."""
+def collect_progress(trainer: Any, state: Any = None) -> dict[str, Any]:
+    """Return the counters of ``state``; None means ``trainer.state``."""
+    counters = trainer.state if state is None else state
     return {
-        "global_step": trainer.state.global_step,
-        "epoch": trainer.state.epoch,
-        "epoch_ended": bool(getattr(trainer.state, "epoch_ended", True)),
+        "global_step": counters.global_step,
+        "epoch": counters.epoch,
+        "epoch_ended": bool(getattr(counters, "epoch_ended", True)),
     }
 
 

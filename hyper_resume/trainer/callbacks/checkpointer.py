@@ -29,6 +29,7 @@ from hyper_resume.state.rng import streams_kept
 from hyper_resume.trainer.callbacks.base import Callback
 from hyper_resume.trainer.payload import collect_extra_state, collect_payload, device_type
 from hyper_resume.trainer.records import SaveRecords, store_certificate
+from hyper_resume.trainer.requirements import copy_counters, require_attributes, require_counters
 from hyper_resume.trainer.restore import restore
 from hyper_resume.trainer.run_mesh import find_run_mesh
 from hyper_resume.trainer.schedule_order import ScheduleOrder
@@ -41,18 +42,6 @@ logger = logging.getLogger(__name__)
 LATEST = "latest"
 _NEVER_SAVED = -1
 _ALWAYS_LOGGED = ("checkpoint_dir", "save_steps", "save_epochs", "restore_from")
-_TRAINER_ATTRIBUTES = (
-    "config.checkpoint",
-    "model",
-    "optimizer",
-    "lr_scheduler",
-    "train_dataloader",
-    "state.global_step",
-    "state.epoch",
-    "train_steps",
-    "start_epoch",
-    "start_step",
-)
 
 
 class CheckpointerCallback(Callback):
@@ -72,11 +61,13 @@ class CheckpointerCallback(Callback):
             UnsupportedError: an optimizer wrapper whose state can't be reached, now rather than at the first save.
         """
         super().__init__(trainer)
-        _require_attributes(trainer)
+        require_attributes(trainer)
         self.config: CheckpointingConfig = trainer.config.checkpoint
         self.checkpointer: CheckpointerBase = _build(self.config)
         self.checkpointer.add_listener(self._note_durable)
         self.last_saved: str | None = None
+        self._handed: TrainerState | None = None
+        self._warned_of_other_state = False
         self._last_saved_step = _NEVER_SAVED
         self._unchanged_buckets = UnchangedBuckets()
         self._uncovered = UncoveredState(trainer, self.config)
@@ -88,7 +79,11 @@ class CheckpointerCallback(Callback):
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Log the configuration and restore, if asked to. Runs after every other callback's ``on_train_begin``."""
+        """Log the configuration and restore, if asked to. Runs after every other callback's ``on_train_begin``.
+
+        What is restored is written to ``trainer.state``, and to ``state`` where that is another object.
+        """
+        self._use_state(state)
         logger.info("Checkpoint config: %s", _in_short(self.config))
         for name in reserved_fields_set(self.config):
             logger.warning("checkpoint.%s is reserved for the Hugging Face export and has no effect yet", name)
@@ -108,6 +103,7 @@ class CheckpointerCallback(Callback):
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Save when ``save_steps`` divides the step."""
+        self._use_state(state)
         if not self.config.save_ckpt:
             return
         step = self._state.global_step
@@ -119,6 +115,7 @@ class CheckpointerCallback(Callback):
 
     def on_epoch_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Save when ``save_epochs`` divides the number of finished epochs."""
+        self._use_state(state)
         config = self.config
         if not (config.save_ckpt and config.save_epochs > 0 and (self._state.epoch + 1) % config.save_epochs == 0):
             return
@@ -131,6 +128,7 @@ class CheckpointerCallback(Callback):
 
     def on_train_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Save the last step, synchronously, unless it is saved; then wait for a save in flight."""
+        self._use_state(state)
         if self.config.save_ckpt and self._state.global_step > 0:
             self._save_once(self._state.global_step, force_sync=True)
         self.wait_for_pending_save()
@@ -146,7 +144,7 @@ class CheckpointerCallback(Callback):
         """Wait for an asynchronous save in flight and raise its failure on every rank."""
         self.checkpointer.maybe_wait_for_async_save()
 
-    def save_before_leaving(self) -> str:
+    def save_before_leaving(self, state: TrainerState | None = None) -> str:
         """Save this step synchronously unless it is saved, and return its directory. For a job that must stop now.
 
         A failure of the save in flight is logged, not raised: the state that matters is the one that is saved now.
@@ -154,6 +152,7 @@ class CheckpointerCallback(Callback):
         Raises:
             CheckpointSaveError: the step could not be saved; raised on every rank.
         """
+        self._use_state(state)
         try:
             self.wait_for_pending_save()
         except CheckpointSaveError:
@@ -162,10 +161,30 @@ class CheckpointerCallback(Callback):
         self._save_once(self._state.global_step, force_sync=True)
         return str(self._directory())
 
+    def _use_state(self, state: TrainerState | None) -> None:
+        """Work with ``state`` until the next hook: it decides what is due, and its counters are the ones that are saved.
+
+        Raises:
+            ConfigError: it has no counters.
+        """
+        if state is not None and state is not self.trainer.state:
+            require_counters(state)
+            self._warn_of_other_state(state)
+        self._handed = state
+
+    def _warn_of_other_state(self, state: TrainerState) -> None:
+        handed, own = (f"global_step {one.global_step}, epoch {one.epoch}" for one in (state, self.trainer.state))
+        if handed != own and not self._warned_of_other_state:
+            self._warned_of_other_state = True
+            logger.warning(
+                "a hook was handed a state with %s while trainer.state has %s: the one that is handed in is saved",
+                handed,
+                own,
+            )
+
     @property
     def _state(self) -> TrainerState:
-        state: TrainerState = self.trainer.state
-        return state
+        return self.current_state(self._handed)
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
@@ -205,7 +224,7 @@ class CheckpointerCallback(Callback):
     def _training_state(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         mesh = find_run_mesh(self.trainer)
         return {
-            **collect_extra_state(self.trainer),
+            **collect_extra_state(self.trainer, self._state),
             UNCOVERED: [*self._schedule_order.uncovered(), *self._uncovered.at_save(payload)],
             MESH: None if mesh is None else mesh.to_plain(),
         }
@@ -223,12 +242,13 @@ class CheckpointerCallback(Callback):
         trainer, config = self.trainer, self.config
         certificate = restore(trainer, config, self.checkpointer, path)
         if config.restore_train_state:
-            self._last_saved_step = self._state.global_step
+            self._last_saved_step = trainer.state.global_step
             self.last_saved = path
+            copy_counters(trainer.state, self._state)
         logger.info(
             "Checkpoint loaded successfully: path=%s, global_step=%s, start_epoch=%s, start_step=%s",
             path,
-            self._state.global_step,
+            trainer.state.global_step,
             trainer.start_epoch,
             trainer.start_step,
         )
@@ -277,33 +297,6 @@ class CheckpointerCallback(Callback):
             return str(path)
 
         return collective.on_rank_zero(check)
-
-
-def _require_attributes(trainer: Any) -> None:
-    """Refuse a trainer that lacks what this callback uses.
-
-    Raises:
-        ConfigError: names everything that is missing.
-    """
-    absent = [name for name in _TRAINER_ATTRIBUTES if not _has(trainer, name)]
-    if absent:
-        raise ConfigError(
-            describe(
-                "the trainer lacks attributes that saving and restoring use",
-                where=f"CheckpointerCallback({type(trainer).__name__})",
-                expected=", ".join(_TRAINER_ATTRIBUTES),
-                found=f"no {', '.join(absent)}",
-                do="set them before the callback is made (state is a TrainerState; lr_scheduler may be None)",
-            )
-        )
-
-
-def _has(owner: Any, dotted: str) -> bool:
-    for name in dotted.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
-    return True
 
 
 def _in_short(config: CheckpointingConfig) -> str:
