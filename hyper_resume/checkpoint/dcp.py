@@ -55,6 +55,7 @@ class DistributedCheckpointer(CheckpointerBase):
     """
 
     accepts_metrics = True
+    verifies_digests = True
 
     def __init__(
         self,
@@ -349,6 +350,10 @@ class DistributedCheckpointer(CheckpointerBase):
         self, directory: Path, metadata: Metadata, manifest: Manifest | None, skeleton: Mapping[str, Any]
     ) -> dict[str, Any]:
         return load_training_state(directory, metadata, manifest, self._group(), skeleton)
+
+    def has_checkpoint(self, path: str) -> bool:
+        """Return whether ``path`` is a directory."""
+        return Path(path).is_dir()
 
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
         """Return the newest step directory of this root's lineage that verifies; rank 0 decides for all ranks.

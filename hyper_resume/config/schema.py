@@ -70,6 +70,8 @@ class CheckpointingConfig(CheckedBlock):
     best_metric_key: str = "default"
     """Reserved for the Hugging Face export; no effect yet, and setting it warns."""
     # Beyond the specification.
+    manager: str = "dcp"
+    """The storage backend, by the name under which it is registered or by which an installed package offers it."""
     async_mode: Literal["thread", "process"] = "thread"
     """Where a background save is written: in a thread of the training process, or in a process of its own."""
     verify: Literal["digest", "size"] = "digest"

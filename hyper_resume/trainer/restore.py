@@ -25,7 +25,8 @@ from hyper_resume.state.optimizer import apply_optimizers, flatten_optimizers, r
 from hyper_resume.state.rng import apply_rng, collect_rng, streams_kept
 from hyper_resume.state.scheduler import apply_schedulers
 from hyper_resume.state.stateful import apply_stateful
-from hyper_resume.trainer.bucket_digests import live_digests, read_digests
+from hyper_resume.trainer import returned_payload
+from hyper_resume.trainer.bucket_digests import DIGESTS, live_digests, read_digests
 from hyper_resume.trainer.mismatches import Mismatches, find_mismatches
 from hyper_resume.trainer.payload import (
     EXTRA_STATE_SKELETON,
@@ -101,7 +102,7 @@ class _Restore:
         )
         checkpointer.check_loaded = self._check_and_apply
         try:
-            extra_state = checkpointer.load(
+            returned = checkpointer.load(
                 self._path,
                 self._destination,
                 strict_model=not config.is_peft,
@@ -109,8 +110,10 @@ class _Restore:
             )
         finally:
             checkpointer.check_loaded = None
+        payload, extra_state = collective.on_all_ranks(lambda: returned_payload.split(returned, config, self._path))
         if self._findings is None:
-            # A backend without buffers has written to the live model by now; everything else is unchanged.
+            # A backend without buffers has written to the live model by now, or to nothing; everything else is unchanged.
+            collective.on_all_ranks(lambda: self._take_returned(payload))
             collective.on_all_ranks(lambda: self._check_and_apply(self._destination, extra_state))
         collective.on_all_ranks(lambda: self._finish(extra_state))
         parts = collective.on_all_ranks(lambda: self._judge_buckets(extra_state))
@@ -128,6 +131,16 @@ class _Restore:
         return {**EXTRA_STATE_SKELETON, MESH: None if mesh is None else mesh.to_plain()}
 
     # ---- before the live model is written ---------------------------------------------------------------------------
+
+    def _take_returned(self, payload: Mapping[str, Any]) -> None:
+        """Take the values of a payload that the backend has returned instead of filling the destination."""
+        if "model" not in payload or payload["model"] is self._destination["model"]:
+            return
+        self._entries = returned_payload.entries_of(payload)
+        destination = make_destination(self._trainer, self._config, self._entries, self._path)
+        self._destination = returned_payload.values_for(
+            destination, payload, self._path, strict_model=not self._config.is_peft
+        )
 
     def _check_and_apply(self, read: Mapping[str, Any], extra_state: Mapping[str, Any]) -> None:
         """Check what was read, then apply all of it except the model's tensors."""
@@ -183,7 +196,7 @@ class _Restore:
         assert mismatches is not None  # _check_and_apply has run
         with streams_kept(device_type(self._trainer)):
             live = live_digests(self._trainer, self._destination, extra_state, self._digests)
-        saved = self._storage_digests()
+        saved = self._storage_digests(extra_state)
         return [
             certify_bucket(
                 bucket=bucket,
@@ -197,11 +210,15 @@ class _Restore:
             for bucket in BUCKETS
         ]
 
-    def _storage_digests(self) -> dict[str, tuple[str, str]]:
-        """Return bucket -> the backend's digests (at the save, of what was read), for buckets that were read completely."""
+    def _storage_digests(self, extra_state: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+        """Return bucket -> the digests at the save and of what was read, for buckets that were read completely.
+
+        They are the backend's, or those that the training state holds for a backend without digests.
+        """
         report = self._checkpointer.last_load
         if report is None:
-            return {}
+            saved = extra_state.get(DIGESTS, {}) if self._streams.change_since(extra_state) is None else {}
+            return {bucket: (saved[bucket], found) for bucket, found in self._digests.items() if bucket in saved}
         partly = {name.split(".", 1)[0] for name in report.unread}
         return {
             bucket: (report.saved[bucket], report.loaded[bucket])

@@ -19,13 +19,15 @@ import torch
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_checkpointer
 from hyper_resume.checkpoint.format.extra_state import MESH, UNCOVERED
-from hyper_resume.checkpoint.history.retention import Retention
+from hyper_resume.checkpoint.pointed import with_pointer
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
 from hyper_resume.parallel.replicas import check_replicas
 from hyper_resume.state.certificate import Certificate
 from hyper_resume.state.optimizer import flatten_optimizers
 from hyper_resume.state.rng import streams_kept
+from hyper_resume.trainer.backend import build_backend
+from hyper_resume.trainer.bucket_digests import DIGESTS, read_digests
 from hyper_resume.trainer.callbacks.base import Callback
 from hyper_resume.trainer.payload import collect_extra_state, collect_payload, device_type
 from hyper_resume.trainer.records import SaveRecords, store_certificate
@@ -57,14 +59,17 @@ class CheckpointerCallback(Callback):
         """Build the storage backend from ``trainer.config.checkpoint``.
 
         Raises:
-            ConfigError: the trainer lacks attributes that saving or restoring uses; all of them at once.
+            ConfigError: the trainer lacks attributes that saving or restoring uses (all of them at once), or
+                ``checkpoint.manager`` names no storage backend.
             UnsupportedError: an optimizer wrapper whose state can't be reached, now rather than at the first save.
         """
         super().__init__(trainer)
         require_attributes(trainer)
         self.config: CheckpointingConfig = trainer.config.checkpoint
-        self.checkpointer: CheckpointerBase = _build(self.config)
-        self.checkpointer.add_listener(self._note_durable)
+        self.checkpointer: CheckpointerBase = build_backend(self.config, build_checkpointer)
+        # The backend itself, or with a pointer for one that only saves and loads.
+        self._storage = with_pointer(self.checkpointer)
+        self._storage.add_listener(self._note_durable)
         self.last_saved: str | None = None
         self._handed: TrainerState | None = None
         self._warned_of_other_state = False
@@ -88,12 +93,12 @@ class CheckpointerCallback(Callback):
         for name in reserved_fields_set(self.config):
             logger.warning("checkpoint.%s is reserved for the Hugging Face export and has no effect yet", name)
         if self._records is not None and self.config.save_ckpt:
-            self.checkpointer.add_listener(SaveRecords(self._records))
+            self._storage.add_listener(SaveRecords(self._records))
         path = self._resolve_restore_path()
         certificate = None if path is None else self._load_checkpoint(path)
         if self.config.save_ckpt:
             # A restore of the weights alone continues no run: this one starts from scratch, from those weights.
-            self.checkpointer.begin_run(
+            self._storage.begin_run(
                 self.config.checkpoint_dir, restored_from=path if self.config.restore_train_state else None
             )
             collective.on_all_ranks(self._uncovered.begin)
@@ -136,13 +141,14 @@ class CheckpointerCallback(Callback):
     def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Let a save in flight finish; its failure is logged only, because the first error is the one that is raised."""
         try:
-            self.wait_for_pending_save()
+            # The backend alone: on this rank only, perhaps, so nothing that all ranks take part in.
+            self.checkpointer.maybe_wait_for_async_save()
         except Exception:
             logger.exception("the save in flight failed while training was stopping")
 
     def wait_for_pending_save(self) -> None:
         """Wait for an asynchronous save in flight and raise its failure on every rank."""
-        self.checkpointer.maybe_wait_for_async_save()
+        self._storage.maybe_wait_for_async_save()
 
     def save_before_leaving(self, state: TrainerState | None = None) -> str:
         """Save this step synchronously unless it is saved, and return its directory. For a job that must stop now.
@@ -207,7 +213,7 @@ class CheckpointerCallback(Callback):
             save_async,
         )
         options: dict[str, Any] = {}
-        if config.keep_best > 0 and self.checkpointer.accepts_metrics:
+        if config.keep_best > 0 and self._storage.accepts_metrics:
             options["metrics"] = collective.on_all_ranks(lambda: _metrics(state, config.keep_best_metric))
         with streams_kept(device_type(self.trainer)):
             payload = collective.on_all_ranks(lambda: collect_payload(self.trainer, config))
@@ -215,19 +221,23 @@ class CheckpointerCallback(Callback):
             if config.save_train_state:
                 payload["extra_state"] = collective.on_all_ranks(lambda: self._training_state(payload))
         changeable = self._unchanged_buckets.changeable(self.trainer, payload, state.global_step)
-        self.checkpointer.save(str(directory), payload, global_step=state.global_step, save_async=save_async, **options)
-        for warning in self._unchanged_buckets.check(
-            state.global_step, self.checkpointer.last_bucket_digests, changeable
-        ):
+        self._storage.save(str(directory), payload, global_step=state.global_step, save_async=save_async, **options)
+        for warning in self._unchanged_buckets.check(state.global_step, self._storage.last_bucket_digests, changeable):
             logger.warning("%s", warning)
 
     def _training_state(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         mesh = find_run_mesh(self.trainer)
-        return {
+        uncovered = [*self._schedule_order.uncovered(), *self._uncovered.at_save(payload)]
+        found = {
             **collect_extra_state(self.trainer, self._state),
-            UNCOVERED: [*self._schedule_order.uncovered(), *self._uncovered.at_save(payload)],
+            "rank": collective.rank(),
+            "world_size": collective.world_size(),
+            UNCOVERED: uncovered,
             MESH: None if mesh is None else mesh.to_plain(),
         }
+        if not self.checkpointer.verifies_digests:
+            found[DIGESTS] = read_digests(self.trainer, payload, found)
+        return found
 
     def _directory(self) -> Path:
         return Path(self.config.checkpoint_dir) / f"global_step_{self._state.global_step}"
@@ -240,7 +250,7 @@ class CheckpointerCallback(Callback):
 
     def _load_checkpoint(self, path: str) -> Certificate:
         trainer, config = self.trainer, self.config
-        certificate = restore(trainer, config, self.checkpointer, path)
+        certificate = restore(trainer, config, self._storage, path)
         if config.restore_train_state:
             self._last_saved_step = trainer.state.global_step
             self.last_saved = path
@@ -275,7 +285,7 @@ class CheckpointerCallback(Callback):
         if wanted is None:
             return None
         if wanted.lower() == LATEST:
-            found = self.checkpointer.find_latest_checkpoint(self.config.checkpoint_dir)
+            found = self._storage.find_latest_checkpoint(self.config.checkpoint_dir)
             if found is None:
                 logger.warning("no checkpoint found under %s: training starts from scratch", self.config.checkpoint_dir)
             else:
@@ -284,7 +294,7 @@ class CheckpointerCallback(Callback):
 
         def check() -> str:
             path = Path(wanted)
-            if not path.is_dir():
+            if not self.checkpointer.has_checkpoint(wanted):
                 raise CheckpointNotFoundError(
                     describe(
                         "checkpoint.restore_from is not a directory",
@@ -308,22 +318,6 @@ def _in_short(config: CheckpointingConfig) -> str:
         if (value := getattr(config, field.name)) != getattr(default, field.name) or field.name in _ALWAYS_LOGGED
     }
     return ", ".join(f"{name}={value!r}" for name, value in shown.items())
-
-
-def _build(config: CheckpointingConfig) -> CheckpointerBase:
-    return build_checkpointer(
-        ckpt_manager="dcp",
-        extra_state_per_rank=config.save_extra_state_per_rank,
-        verify=config.verify,
-        async_mode=config.async_mode,
-        retention=Retention(
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            keep_best=config.keep_best,
-            best_metric=config.keep_best_metric,
-            best_mode=config.keep_best_mode,
-        ),
-    )
 
 
 def _trajectory_directory(trainer: Any) -> Path | None:
