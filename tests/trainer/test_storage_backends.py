@@ -136,9 +136,7 @@ def test_a_training_continues_bit_for_bit(
         make_trainer(config, callbacks=[stop_after(10)]).train()
 
     source = restore_from if restore_from == "LATEST" else str(tmp_path / "cut" / restore_from)
-    config = run_config(
-        tmp_path / "cut", training=TRAINING, restore_from=source, on_mismatch="error", **saves
-    )
+    config = run_config(tmp_path / "cut", training=TRAINING, restore_from=source, on_mismatch="error", **saves)
     resumed = make_trainer(config)
     seed_streams(99)
     resumed.train()
@@ -210,7 +208,7 @@ def test_missing_training_state_is_refused_in_the_specified_words(tmp_path: Path
     path = str(tmp_path / "global_step_3")
     ReturnsThePayload.saved[path]["extra_state"] = {}
     trainer = make_custom_trainer(tmp_path, manager=manager, save_ckpt=False, restore_from=path)
-    with pytest.raises(CheckpointNotFoundError, match="no training state.*extra_state"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no training state.*extra_state"):
         CheckpointerCallback(trainer).on_train_begin()
     assert (trainer.state.global_step, trainer.train_dataloader.batches_consumed) == (0, 0)
 
@@ -303,7 +301,7 @@ def test_a_package_that_cant_be_imported_is_named(tmp_path: Path, monkeypatch: p
 
 def test_a_class_that_is_no_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CHECKPOINTER_REGISTRY._classes, "other", dict)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="no storage backend.*dict.*does not derive from CheckpointerBase"):
+    with pytest.raises(ConfigError, match=r"no storage backend.*dict.*does not derive from CheckpointerBase"):
         CheckpointerCallback(make_custom_trainer(tmp_path, manager="other"))
 
 
