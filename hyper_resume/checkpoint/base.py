@@ -113,6 +113,16 @@ class CheckpointerBase(ABC):
         """Call ``listener`` with every :class:`SaveEvent`, on every rank, in the thread in which the event happens."""
         self.listeners = (*self.listeners, listener)
 
+    def try_save(self, checkpoint_dir: str, state: dict[str, Any]) -> None:  # noqa: B027  optional
+        """Check at the start of a run that ``state`` could be saved below ``checkpoint_dir``. Every rank calls it.
+
+        It writes no checkpoint and copies no tensor. By default, nothing is checked.
+
+        Raises:
+            CheckpointSaveError: ``checkpoint_dir`` can't be written; on every rank.
+            StateNotPlainError: ``state`` can't be saved; on every rank.
+        """
+
     def begin_run(self, checkpoint_dir: str, *, restored_from: str | None) -> None:  # noqa: B027  optional
         """Announce that this run will save below ``checkpoint_dir``. Every rank calls it once.
 

@@ -15,13 +15,14 @@ from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase, LoadReport, SaveEvent, SaveListener
 from hyper_resume.checkpoint.disk import lock, operations
 from hyper_resume.checkpoint.format import layout
+from hyper_resume.checkpoint.saving import trial
 from hyper_resume.errors import CheckpointNotFoundError, describe
 
 
 def with_pointer(backend: CheckpointerBase) -> CheckpointerBase:
     """Return ``backend`` if it can search for its newest checkpoint, otherwise one that keeps a pointer for it."""
-    is_plain = type(backend).find_latest_checkpoint is CheckpointerBase.find_latest_checkpoint
-    return PointedCheckpointer(backend) if is_plain else backend
+    can_search = type(backend).find_latest_checkpoint is not CheckpointerBase.find_latest_checkpoint
+    return backend if can_search else PointedCheckpointer(backend)
 
 
 class PointedCheckpointer(CheckpointerBase):
@@ -62,6 +63,11 @@ class PointedCheckpointer(CheckpointerBase):
     def add_listener(self, listener: SaveListener) -> None:
         """Call ``listener`` with the event of each finished save."""
         self._backend.add_listener(listener)
+
+    def try_save(self, checkpoint_dir: str, state: dict[str, Any]) -> None:
+        """As the backend; and try to write to the root, where the pointer will be."""
+        self._backend.try_save(checkpoint_dir, state)
+        trial.try_root(Path(checkpoint_dir), None)
 
     def begin_run(self, checkpoint_dir: str, *, restored_from: str | None) -> None:
         """Create and lock the root, and let LATEST mean the save that this run continues.

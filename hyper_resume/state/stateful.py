@@ -68,10 +68,10 @@ def _is_stateful(value: Any) -> bool:
     )
 
 
-def collect_stateful(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name -> state of each object. Tensors are copied to the CPU; of a DTensor, this rank's local tensor."""
+def collect_stateful(found: Mapping[str, Any], *, copied: bool = True) -> dict[str, Any]:
+    """Return name -> state of each object; of a DTensor, this rank's local tensor. With ``copied``, tensors go to the CPU."""
     return {
-        name: _to_local(value.get_state() if isinstance(value, torch.Generator) else value.state_dict())
+        name: _to_local(value.get_state() if isinstance(value, torch.Generator) else value.state_dict(), copied=copied)
         for name, value in found.items()
     }
 
@@ -145,15 +145,15 @@ def _apply_one(value: Any, saved: Any, name: str) -> None:
         value.load_state_dict(_to_global(saved, value.state_dict(), name))
 
 
-def _to_local(value: Any) -> Any:
+def _to_local(value: Any, *, copied: bool) -> Any:
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu", copy=True) if copied else value.detach()
     if isinstance(value, Mapping):
-        return {key: _to_local(item) for key, item in value.items()}
+        return {key: _to_local(item, copied=copied) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_to_local(item) for item in value)
+        return type(value)(_to_local(item, copied=copied) for item in value)
     return value
 
 

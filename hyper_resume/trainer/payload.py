@@ -25,9 +25,10 @@ from hyper_resume.state.optimizer import (
     flatten_optimizers,
     optimizer_template,
 )
-from hyper_resume.state.rng import collect_rng
+from hyper_resume.state.rng import apply_rng, collect_rng
 from hyper_resume.state.scheduler import collect_schedulers
 from hyper_resume.state.stateful import collect_stateful, find_stateful
+from hyper_resume.trainer.resume_point import knows_position
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,30 @@ def collect_extra_state(trainer: Any, state: Any = None) -> dict[str, Any]:
         "stateful": collect_stateful(stateful_of(trainer)),
         "rng_state": streams,
     }
+
+
+def collect_for_trial(trainer: Any, config: CheckpointingConfig, state: Any) -> dict[str, Any]:
+    """Return what a save would collect, without a copy of any tensor and with the random streams where they were.
+
+    A foreign loader is left out: its ``state_dict`` may start workers, or change what it reads next.
+    """
+    kind = device_type(trainer)
+    streams = collect_rng(kind)
+    try:
+        payload = collect_payload(trainer, config)
+        if config.save_train_state:
+            loader = trainer.train_dataloader
+            payload["extra_state"] = {
+                **collect_progress(trainer, state),
+                "lr_scheduler": collect_schedulers(as_list(trainer.lr_scheduler), parameter_names(trainer.model)),
+                "train_dataloader": loader.state_dict() if knows_position(loader) else None,
+                "stateful": collect_stateful(stateful_of(trainer), copied=False),
+                "rng_state": streams,
+            }
+        return payload
+    finally:
+        # Somebody's state_dict may draw.
+        apply_rng(streams, kind)
 
 
 def collect_progress(trainer: Any, state: Any = None) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import ConfigError, describe
 
 _OF_A_STATE = ("global_step", "epoch")
@@ -33,6 +35,29 @@ def require_attributes(trainer: Any) -> None:
         "the trainer lacks attributes that saving and restoring use",
         do="set them before the callback is made (state is a TrainerState; lr_scheduler may be None)",
     )
+
+
+def as_config(found: Any) -> CheckpointingConfig:
+    """Return the configuration; of another object, the fields that it has, and the defaults for the others.
+
+    Raises:
+        ConfigError: a field has a wrong value, or ``found`` has none of the fields.
+    """
+    if isinstance(found, CheckpointingConfig):
+        return found
+    names = [field.name for field in dataclasses.fields(CheckpointingConfig)]
+    values = {name: getattr(found, name) for name in names if hasattr(found, name)}
+    if not values:
+        raise ConfigError(
+            describe(
+                "the trainer's checkpoint configuration has none of the fields",
+                where="trainer.config.checkpoint",
+                expected=f"a CheckpointingConfig, or an object with {', '.join(names)}",
+                found=type(found).__name__,
+                do="make a CheckpointingConfig",
+            )
+        )
+    return CheckpointingConfig(**values)
 
 
 def require_counters(state: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_checkpointer
-from hyper_resume.checkpoint.format.extra_state import MESH, UNCOVERED
+from hyper_resume.checkpoint.format.extra_state import MESH, PAYLOAD_KEY, UNCOVERED
 from hyper_resume.checkpoint.pointed import with_pointer
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
@@ -29,9 +29,9 @@ from hyper_resume.state.rng import streams_kept
 from hyper_resume.trainer.backend import build_backend
 from hyper_resume.trainer.bucket_digests import DIGESTS, read_digests
 from hyper_resume.trainer.callbacks.base import Callback
-from hyper_resume.trainer.payload import collect_extra_state, collect_payload, device_type
+from hyper_resume.trainer.payload import collect_extra_state, collect_for_trial, collect_payload, device_type
 from hyper_resume.trainer.records import SaveRecords, store_certificate
-from hyper_resume.trainer.requirements import copy_counters, require_attributes, require_counters
+from hyper_resume.trainer.requirements import as_config, copy_counters, require_attributes, require_counters
 from hyper_resume.trainer.restore import restore
 from hyper_resume.trainer.run_mesh import find_run_mesh
 from hyper_resume.trainer.schedule_order import ScheduleOrder
@@ -65,10 +65,8 @@ class CheckpointerCallback(Callback):
         """
         super().__init__(trainer)
         require_attributes(trainer)
-        self.config: CheckpointingConfig = trainer.config.checkpoint
-        self.checkpointer: CheckpointerBase = build_backend(self.config, build_checkpointer)
-        # The backend itself, or with a pointer for one that only saves and loads.
-        self._storage = with_pointer(self.checkpointer)
+        self.config: CheckpointingConfig = as_config(trainer.config.checkpoint)
+        self.checkpointer = build_backend(self.config, build_checkpointer)
         self._storage.add_listener(self._note_durable)
         self.last_saved: str | None = None
         self._handed: TrainerState | None = None
@@ -81,10 +79,21 @@ class CheckpointerCallback(Callback):
         if self.config.save_optimizer or self.config.restore_optimizer:
             flatten_optimizers(trainer.optimizer)
 
+    @property
+    def checkpointer(self) -> CheckpointerBase:
+        """The storage backend."""
+        return self._backend
+
+    @checkpointer.setter
+    def checkpointer(self, backend: CheckpointerBase) -> None:
+        self._backend = backend
+        # The backend itself, or with a pointer for one that only saves and loads.
+        self._storage = with_pointer(backend)
+
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Log the configuration and restore, if asked to. Runs after every other callback's ``on_train_begin``.
+        """Log the configuration, restore, if asked to, and try what a save needs. Runs after every other callback's hook.
 
         What is restored is written to ``trainer.state``, and to ``state`` where that is another object.
         """
@@ -97,6 +106,7 @@ class CheckpointerCallback(Callback):
         path = self._resolve_restore_path()
         certificate = None if path is None else self._load_checkpoint(path)
         if self.config.save_ckpt:
+            self._try_save()
             # A restore of the weights alone continues no run: this one starts from scratch, from those weights.
             self._storage.begin_run(
                 self.config.checkpoint_dir, restored_from=path if self.config.restore_train_state else None
@@ -108,9 +118,9 @@ class CheckpointerCallback(Callback):
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Save when ``save_steps`` divides the step."""
-        self._use_state(state)
         if not self.config.save_ckpt:
             return
+        self._use_state(state)
         step = self._state.global_step
         self._unchanged_buckets.note_step(getattr(self._state, "lrs", ()))
         self._uncovered.after_step()
@@ -201,6 +211,16 @@ class CheckpointerCallback(Callback):
         self._save_checkpoint(force_sync=force_sync)
         self._last_saved_step = step
         return True
+
+    def _try_save(self) -> None:
+        """Collect the state once and check it, and write to the root: what would fail at the first save fails now.
+
+        Raises:
+            CheckpointSaveError, StateNotPlainError, ReplicaMismatchError, UnsupportedError: as a save; on every rank.
+        """
+        payload = collective.on_all_ranks(lambda: collect_for_trial(self.trainer, self.config, self._state))
+        check_replicas(_tensors({name: part for name, part in payload.items() if name != PAYLOAD_KEY}))
+        self._storage.try_save(self.config.checkpoint_dir, payload)
 
     def _save_checkpoint(self, *, force_sync: bool = False) -> None:
         state, config, directory = self._state, self.config, self._directory()
