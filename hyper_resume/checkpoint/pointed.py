@@ -21,7 +21,9 @@ from hyper_resume.errors import CheckpointNotFoundError, describe
 
 def with_pointer(backend: CheckpointerBase) -> CheckpointerBase:
     """Return ``backend`` if it can search for its newest checkpoint, otherwise one that keeps a pointer for it."""
-    can_search = type(backend).find_latest_checkpoint is not CheckpointerBase.find_latest_checkpoint
+    # Of the method, not of the class: an object that only forwards to a backend counts as that backend.
+    search = getattr(backend.find_latest_checkpoint, "__func__", None)
+    can_search = search is not CheckpointerBase.find_latest_checkpoint
     return backend if can_search else PointedCheckpointer(backend)
 
 

@@ -25,7 +25,7 @@ from hyper_resume.state.optimizer import (
     flatten_optimizers,
     optimizer_template,
 )
-from hyper_resume.state.rng import apply_rng, collect_rng
+from hyper_resume.state.rng import collect_rng, streams_kept
 from hyper_resume.state.scheduler import collect_schedulers
 from hyper_resume.state.stateful import collect_stateful, find_stateful
 from hyper_resume.trainer.resume_point import knows_position
@@ -70,9 +70,7 @@ def collect_for_trial(trainer: Any, config: CheckpointingConfig, state: Any) -> 
 
     A foreign loader is left out: its ``state_dict`` may start workers, or change what it reads next.
     """
-    kind = device_type(trainer)
-    streams = collect_rng(kind)
-    try:
+    with streams_kept(device_type(trainer)):
         payload = collect_payload(trainer, config)
         if config.save_train_state:
             loader = trainer.train_dataloader
@@ -81,12 +79,9 @@ def collect_for_trial(trainer: Any, config: CheckpointingConfig, state: Any) -> 
                 "lr_scheduler": collect_schedulers(as_list(trainer.lr_scheduler), parameter_names(trainer.model)),
                 "train_dataloader": loader.state_dict() if knows_position(loader) else None,
                 "stateful": collect_stateful(stateful_of(trainer), copied=False),
-                "rng_state": streams,
+                "rng_state": collect_rng(device_type(trainer)),
             }
         return payload
-    finally:
-        # Somebody's state_dict may draw.
-        apply_rng(streams, kind)
 
 
 def collect_progress(trainer: Any, state: Any = None) -> dict[str, Any]:
