@@ -20,12 +20,12 @@ def _signal_not_heard(put: Saboteur) -> None:
 
 @sabotage("preemption-saves-nothing")
 def _preemption_saves_nothing(put: Saboteur) -> None:
-    put.replace(f"{_CALLBACK}.save_before_leaving", lambda original, callback: str(callback._directory()))
+    put.replace(f"{_CALLBACK}.save_before_leaving", lambda original, callback, *args: str(callback._directory()))
 
 
 @sabotage("preemption-saves-in-the-background")
 def _preemption_saves_in_the_background(put: Saboteur) -> None:
-    def save(original: Any, callback: Any) -> str:
+    def save(original: Any, callback: Any, *args: Any) -> str:
         callback._save_once(callback._state.global_step)
         return str(callback._directory())
 

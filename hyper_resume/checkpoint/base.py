@@ -5,11 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
 C = TypeVar("C", bound="type[CheckpointerBase]")
+ENTRY_POINTS = "hyper_resume.checkpointers"
+"""The group of entry points by which an installed package offers a storage backend: name = "package.module:Class"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,9 @@ class CheckpointerBase(ABC):
     """A storage backend: writes a payload to a step directory and reads it back. It does not depend on the trainer.
 
     A payload is ``{"model": {...}, "optimizer": {...}, "extra_state": {...}}``, each part optional. ``save`` and ``load``
-    are collective: every rank calls them in the same order.
+    are collective: every rank calls them in the same order. ``extra_state`` is each rank's own. A backend implements
+    ``save`` and ``load``; everything else has a default. Without a ``find_latest_checkpoint`` of its own, the callback
+    keeps the pointer, from which LATEST is read.
 
     Attributes:
         listeners: called with every :class:`SaveEvent`; see :meth:`add_listener`.
@@ -64,6 +69,8 @@ class CheckpointerBase(ABC):
         last_bucket_digests: bucket -> digest of this rank's part at the last save; None before the first save.
         last_load: see :class:`LoadReport`; None before the first load, or if the backend does not report it.
         accepts_metrics: whether ``save`` takes the keyword ``metrics``, for retention by metric.
+        verifies_digests: whether ``last_load`` reports the digests of save and load. Otherwise the callback saves digests of
+            the payload in the training state, and compares them after the load.
     """
 
     listeners: tuple[SaveListener, ...] = ()
@@ -71,6 +78,7 @@ class CheckpointerBase(ABC):
     last_bucket_digests: Mapping[str, str] | None = None
     last_load: LoadReport | None = None
     accepts_metrics: ClassVar[bool] = False
+    verifies_digests: ClassVar[bool] = False
 
     @abstractmethod
     def save(self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False) -> None:
@@ -90,6 +98,8 @@ class CheckpointerBase(ABC):
     ) -> dict[str, Any]:
         """Fill ``state``'s tensors in place from ``path`` and return this rank's extra state.
 
+        A backend that can't fill in place returns the whole payload instead, as ``save`` was given it.
+
         Args:
             path: a step directory.
             state: nested dicts of tensors with the shapes and dtypes of the checkpoint; other leaves are replaced.
@@ -102,6 +112,16 @@ class CheckpointerBase(ABC):
     def add_listener(self, listener: SaveListener) -> None:
         """Call ``listener`` with every :class:`SaveEvent`, on every rank, in the thread in which the event happens."""
         self.listeners = (*self.listeners, listener)
+
+    def try_save(self, checkpoint_dir: str, state: dict[str, Any]) -> None:  # noqa: B027  optional
+        """Check at the start of a run that ``state`` could be saved below ``checkpoint_dir``. Every rank calls it.
+
+        It writes no checkpoint and copies no tensor. By default, nothing is checked.
+
+        Raises:
+            CheckpointSaveError: ``checkpoint_dir`` can't be written; on every rank.
+            StateNotPlainError: ``state`` can't be saved; on every rank.
+        """
 
     def begin_run(self, checkpoint_dir: str, *, restored_from: str | None) -> None:  # noqa: B027  optional
         """Announce that this run will save below ``checkpoint_dir``. Every rank calls it once.
@@ -117,6 +137,10 @@ class CheckpointerBase(ABC):
     def maybe_wait_for_async_save(self) -> None:
         """Wait for the background save, if one is running, and raise its error."""
         return
+
+    def has_checkpoint(self, path: str) -> bool:
+        """Return whether something may be loaded from ``path``, for an early error; by default, ``load`` decides."""
+        return True
 
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
         """Return the newest complete step directory under ``checkpoint_dir``, or None if there is none."""
@@ -134,7 +158,10 @@ class CheckpointerBase(ABC):
 
 
 class CheckpointerRegistry:
-    """Storage backends by name. ``@CHECKPOINTER_REGISTRY.register("name")`` adds one."""
+    """Storage backends by name. ``@CHECKPOINTER_REGISTRY.register("name")`` adds one.
+
+    A package adds one without being imported by an entry point of the group :data:`ENTRY_POINTS`.
+    """
 
     def __init__(self) -> None:
         """Create an empty registry."""
@@ -161,15 +188,19 @@ class CheckpointerRegistry:
 
         Raises:
             KeyError: the name is unknown; the message lists the registered names.
+            Exception: what the import of an entry point raises.
         """
+        if name not in self._classes:
+            for entry_point in entry_points(group=ENTRY_POINTS, name=name):
+                self.register(name)(entry_point.load())
         try:
             return self._classes[name]
         except KeyError:
             raise KeyError(f"no checkpointer named {name!r}; registered: {', '.join(self.names())}") from None
 
     def names(self) -> list[str]:
-        """Return the registered names, sorted."""
-        return sorted(self._classes)
+        """Return the names that are registered or offered by entry points, sorted."""
+        return sorted({*self._classes, *(entry_point.name for entry_point in entry_points(group=ENTRY_POINTS))})
 
 
 CHECKPOINTER_REGISTRY = CheckpointerRegistry()

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -30,9 +30,9 @@ from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.checkpoint.loading import buffers
 from hyper_resume.checkpoint.loading.entry_reader import ReadResult
 from hyper_resume.checkpoint.loading.last_verified import LastVerified
-from hyper_resume.checkpoint.loading.reading import load_entries, load_training_state, read_save_id
+from hyper_resume.checkpoint.loading.reading import describe_entries, load_entries, load_training_state, read_save_id
 from hyper_resume.checkpoint.loading.same_save import check_same_save
-from hyper_resume.checkpoint.saving import publication, rank_contribution
+from hyper_resume.checkpoint.saving import publication, rank_contribution, trial
 from hyper_resume.checkpoint.saving.plan_cache import CachingPlanner, PlanCache
 from hyper_resume.checkpoint.saving.publication import SaveInProgress, draft_manifest
 from hyper_resume.checkpoint.saving.rank_contribution import SaveMode
@@ -55,6 +55,7 @@ class DistributedCheckpointer(CheckpointerBase):
     """
 
     accepts_metrics = True
+    verifies_digests = True
 
     def __init__(
         self,
@@ -84,6 +85,11 @@ class DistributedCheckpointer(CheckpointerBase):
         self._verified = LastVerified(verify)
 
     # ---- save -------------------------------------------------------------------------------------------------------
+
+    def try_save(self, checkpoint_dir: str, state: dict[str, Any]) -> None:
+        """Check that ``state`` can be saved; create and lock the root, and write to it. See :mod:`~.saving.trial`."""
+        trial.try_state(state, self._group())
+        trial.try_root(Path(checkpoint_dir), self._group())
 
     def begin_run(self, checkpoint_dir: str, *, restored_from: str | None) -> None:
         """Lock the root, delete the leftovers of interrupted saves, and let LATEST mean the save that this run continues.
@@ -352,6 +358,10 @@ class DistributedCheckpointer(CheckpointerBase):
     ) -> dict[str, Any]:
         return load_training_state(directory, metadata, manifest, self._group(), skeleton)
 
+    def has_checkpoint(self, path: str) -> bool:
+        """Return whether ``path`` is a directory."""
+        return Path(path).is_dir()
+
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
         """Return the newest step directory of this root's lineage that verifies; rank 0 decides for all ranks.
 
@@ -391,12 +401,7 @@ class DistributedCheckpointer(CheckpointerBase):
         directory = Path(path)
         # Verified first, as in a load: damage must be reported as damage, not as a different set of entries.
         _, metadata, _ = self._verified.verify(directory, self._group(), training_state=False)
-        return {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            if isinstance(entry, TensorStorageMetadata)
-            else None
-            for name, entry in metadata.state_dict_metadata.items()
-        }
+        return describe_entries(metadata)
 
     # ---- both -------------------------------------------------------------------------------------------------------
 

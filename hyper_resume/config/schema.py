@@ -1,4 +1,4 @@
-"""The configuration tree: plain frozen dataclasses, the only schema there is.
+"""The configuration tree: plain dataclasses, the only schema there is; all but :class:`CheckpointingConfig` are frozen.
 
 Field names, nesting and defaults are the YAML's. Types and unknown keys are checked from the annotations by
 :mod:`hyper_resume.config.load`; the line under each field is its meaning in the configuration reference
@@ -8,7 +8,7 @@ Field names, nesting and defaults are the YAML's. Types and unknown keys are che
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 CONSTRUCTION_CHECKS: list[Callable[[Any], None]] = []
@@ -28,9 +28,12 @@ class CheckedBlock:
             check(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class CheckpointingConfig(CheckedBlock):
     """When and where training is saved, and what it is restored from.
+
+    Fields may be given by position, in this order, and changed afterwards; each change is checked as at construction. A run
+    reads ``manager`` and what its storage backend takes once, when the callback is made; the other fields count at their use.
 
     ``save_ckpt`` governs writing only, ``restore_from`` reading only. A step directory that none of ``keep_last``,
     ``keep_every`` and ``keep_best`` keeps is deleted once a newer one is durable; with none of the three set, all are kept.
@@ -70,6 +73,8 @@ class CheckpointingConfig(CheckedBlock):
     best_metric_key: str = "default"
     """Reserved for the Hugging Face export; no effect yet, and setting it warns."""
     # Beyond the specification.
+    manager: str = "dcp"
+    """The storage backend, by the name under which it is registered or by which an installed package offers it."""
     async_mode: Literal["thread", "process"] = "thread"
     """Where a background save is written: in a thread of the training process, or in a process of its own."""
     verify: Literal["digest", "size"] = "digest"
@@ -94,6 +99,21 @@ class CheckpointingConfig(CheckedBlock):
     """Names of differences from the saved run that are wanted, such as optimizer.lr; this run's values are used."""
     preemption_signals: tuple[str, ...] = ("SIGTERM",)
     """On one of these signals all ranks save after the running step and exit with code 75; [] turns it off."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field; once all are set, refuse a value that the construction would refuse.
+
+        Raises:
+            ConfigError: the new value is wrong; the old one stays.
+            AttributeError: there is no such field.
+        """
+        if name not in self.__dataclass_fields__:
+            raise AttributeError(
+                f"checkpoint.{name}: unknown field; the fields are {', '.join(self.__dataclass_fields__)}"
+            )
+        if name in vars(self):
+            replace(self, **{name: value})
+        super().__setattr__(name, value)
 
 
 RESERVED_CHECKPOINT_FIELDS = ("model_save_format", "save_consolidated", "staging_dir", "best_metric_key")

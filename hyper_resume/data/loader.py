@@ -37,7 +37,7 @@ class DataLoader:
     Args:
         dataset: an object with ``__len__`` and ``__getitem__(int)``; its length must not change. If it has a text attribute
             ``fingerprint``, this is saved, so that another dataset of the same length is noticed.
-        batch_size: samples per batch on this rank.
+        batch_size: samples per batch on this rank; 1 where it is left out, as in torch.
         shuffle: a new order each epoch; otherwise ascending.
         shuffle_method: ``randperm`` is torch's order from ``seed + epoch``. It is computed at the start of every epoch, and
             takes about 30 ns and 4 bytes per sample on every rank. ``feistel`` is another order from seed and epoch, computed
@@ -60,8 +60,8 @@ class DataLoader:
     def __init__(
         self,
         dataset: MapDataset,
+        batch_size: int = 1,
         *,
-        batch_size: int,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,

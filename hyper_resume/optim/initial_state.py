@@ -31,7 +31,7 @@ _NOT_COPIED = frozenset(
 )
 
 
-def initialize_optimizer_state(optimizer: Any) -> None:
+def initialize_optimizer_state(optimizer: Any) -> bool:
     """Create the initial optimizer state of every trainable parameter.
 
     Existing state is kept. Parameters, gradients, group options, hooks, scheduler counters and random streams are unchanged,
@@ -41,26 +41,32 @@ def initialize_optimizer_state(optimizer: Any) -> None:
         optimizer: a ``torch.optim.Optimizer``; a list, or an object with ``chained_optimizers``, whose members are
             initialized; a wrapper with ``optimizer``, which is initialized; or None. For any other wrapper, a warning says
             which attribute is missing, and nothing is changed.
+
+    Returns:
+        whether every optimizer has state for its parameters now. False also for optimizers that never have any (SGD without
+        momentum), without trainable parameters, and for None.
     """
     if optimizer is None:
-        return
+        return False
     chained = optimizer if isinstance(optimizer, (list, tuple)) else getattr(optimizer, "chained_optimizers", None)
     # Checked before the class: a wrapper may derive from torch's Optimizer, and its step would step the wrapped one.
     inner = getattr(optimizer, "optimizer", None)
     if chained:
-        for member in chained:
-            initialize_optimizer_state(member)
-    elif inner is not None:
-        initialize_optimizer_state(inner)
-    elif isinstance(optimizer, torch.optim.Optimizer):
+        found = [initialize_optimizer_state(member) for member in chained if member is not None]
+        return all(found)
+    if inner is not None:
+        return initialize_optimizer_state(inner)
+    if isinstance(optimizer, torch.optim.Optimizer):
         _initialize(optimizer)
-    elif chained is None:
+        return any(optimizer.state.values())
+    if chained is None:
         logger.warning(
             "optimizer wrapper %s.%s is unknown: it is neither a torch Optimizer nor has chained_optimizers or optimizer, so "
             "its state can't be created before the load; give it a chained_optimizers list",
             type(optimizer).__module__,
             type(optimizer).__qualname__,
         )
+    return False
 
 
 def _initialize(optimizer: torch.optim.Optimizer) -> None:

@@ -69,9 +69,9 @@ def _is_stateful(value: Any) -> bool:
     )
 
 
-def collect_stateful(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name -> state of each object. Tensors are copied to the CPU; of a DTensor, this rank's local tensor."""
-    return local_states(live_states(found))
+def collect_stateful(found: Mapping[str, Any], *, copied: bool = True) -> dict[str, Any]:
+    """Return name -> state of each object; of a DTensor, this rank's local tensor. With ``copied``, tensors go to the CPU."""
+    return local_states(live_states(found), copied=copied)
 
 
 def live_states(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,9 +82,9 @@ def live_states(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def local_states(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states with tensors copied to the CPU; of a DTensor, this rank's local tensor."""
-    return {name: _to_local(state) for name, state in states.items()}
+def local_states(states: Mapping[str, Any], *, copied: bool = True) -> dict[str, Any]:
+    """Return the states with tensors copied to the CPU, if ``copied``; of a DTensor, this rank's local tensor."""
+    return {name: _to_local(state, copied=copied) for name, state in states.items()}
 
 
 def check_stateful(found: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
@@ -197,15 +197,15 @@ def _apply_one(value: Any, saved: Any, name: str) -> None:
         value.load_state_dict(_to_global(saved, value.state_dict(), name))
 
 
-def _to_local(value: Any) -> Any:
+def _to_local(value: Any, *, copied: bool) -> Any:
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu", copy=True) if copied else value.detach()
     if isinstance(value, Mapping):
-        return {key: _to_local(item) for key, item in value.items()}
+        return {key: _to_local(item, copied=copied) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_to_local(item) for item in value)
+        return type(value)(_to_local(item, copied=copied) for item in value)
     return value
 
 

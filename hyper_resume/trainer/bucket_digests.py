@@ -14,6 +14,8 @@ from hyper_resume.state.stateful import collect_stateful
 from hyper_resume.trainer.payload import as_list, collect_progress, device_type, names_in, stateful_to_restore
 from hyper_resume.trainer.resume_point import knows_position
 
+DIGESTS = "digests"
+"""The key of the training state under which the digests of a save are kept for a backend that keeps none."""
 # Derived from the state when it is collected.
 _DERIVED = frozenset({"state_keys"})
 

@@ -27,9 +27,10 @@ from hyper_resume.state.optimizer import (
     optimizer_template,
 )
 from hyper_resume.state.own_state import own_states
-from hyper_resume.state.rng import collect_rng
+from hyper_resume.state.rng import collect_rng, streams_kept
 from hyper_resume.state.scheduler import collect_schedulers
-from hyper_resume.state.stateful import find_stateful, live_states, local_states, sharded_paths
+from hyper_resume.state.stateful import collect_stateful, find_stateful, live_states, local_states, sharded_paths
+from hyper_resume.trainer.resume_point import knows_position
 from hyper_resume.trainer.saved_names import SavedNames
 
 logger = logging.getLogger(__name__)
@@ -63,15 +64,18 @@ def names_in(trainer: Any) -> dict[int, str]:
     return {**names, **outside_names(owners, names)}
 
 
-def collect_extra_state(trainer: Any) -> dict[str, Any]:
-    """Return this rank's training state: progress, schedulers, data position, other stateful objects, random streams."""
+def collect_extra_state(trainer: Any, state: Any = None) -> dict[str, Any]:
+    """Return this rank's training state: progress, schedulers, data position, other stateful objects, random streams.
+
+    ``state`` holds the counters; None means ``trainer.state``.
+    """
     # First, because the state_dict of another object may draw; the caller puts the streams back behind it.
     streams = collect_rng(device_type(trainer))
     found = stateful_of(trainer)
     states = live_states(found)
     sharded = sharded_paths(found, states)
     return {
-        **collect_progress(trainer),
+        **collect_progress(trainer, state),
         **({SHARDED: sharded} if sharded else {}),
         "lr_scheduler": collect_schedulers(as_list(trainer.lr_scheduler), names_in(trainer)),
         "train_dataloader": collect_dataloader(getattr(trainer, "data_iterator", None), trainer.train_dataloader),
@@ -80,12 +84,32 @@ def collect_extra_state(trainer: Any) -> dict[str, Any]:
     }
 
 
-def collect_progress(trainer: Any) -> dict[str, Any]:
-    """Return the counters."""
+def collect_for_trial(trainer: Any, config: CheckpointingConfig, state: Any) -> dict[str, Any]:
+    """Return what a save would collect, without a copy of any tensor and with the random streams where they were.
+
+    A foreign loader is left out: its ``state_dict`` may start workers, or change what it reads next.
+    """
+    with streams_kept(device_type(trainer)):
+        payload = collect_payload(trainer, config)
+        if config.save_train_state:
+            loader = trainer.train_dataloader
+            payload["extra_state"] = {
+                **collect_progress(trainer, state),
+                "lr_scheduler": collect_schedulers(as_list(trainer.lr_scheduler), names_in(trainer)),
+                "train_dataloader": loader.state_dict() if knows_position(loader) else None,
+                "stateful": collect_stateful(stateful_of(trainer), copied=False),
+                "rng_state": collect_rng(device_type(trainer)),
+            }
+        return payload
+
+
+def collect_progress(trainer: Any, state: Any = None) -> dict[str, Any]:
+    """Return the counters of ``state``; None means ``trainer.state``."""
+    counters = trainer.state if state is None else state
     return {
-        "global_step": trainer.state.global_step,
-        "epoch": trainer.state.epoch,
-        "epoch_ended": bool(getattr(trainer.state, "epoch_ended", True)),
+        "global_step": counters.global_step,
+        "epoch": counters.epoch,
+        "epoch_ended": bool(getattr(counters, "epoch_ended", True)),
     }
 
 

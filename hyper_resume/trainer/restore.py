@@ -24,7 +24,8 @@ from hyper_resume.state.optimizer import apply_optimizers, flatten_optimizers, r
 from hyper_resume.state.rng import apply_rng, collect_rng, streams_kept
 from hyper_resume.state.scheduler import apply_schedulers
 from hyper_resume.state.stateful import apply_stateful
-from hyper_resume.trainer.bucket_digests import live_digests, read_digests
+from hyper_resume.trainer import returned_payload
+from hyper_resume.trainer.bucket_digests import DIGESTS, live_digests, read_digests
 from hyper_resume.trainer.mismatches import Mismatches, find_mismatches
 from hyper_resume.trainer.payload import (
     EXTRA_STATE_SKELETON,
@@ -116,7 +117,7 @@ class _Restore:
         destination = saved.as_saved(self._destination)
         checkpointer.check_loaded = lambda read, extra_state: self._check_and_apply(saved, read, extra_state)
         try:
-            extra_state = checkpointer.load(
+            returned = checkpointer.load(
                 self._path,
                 destination,
                 strict_model=not config.is_peft,
@@ -124,9 +125,12 @@ class _Restore:
             )
         finally:
             checkpointer.check_loaded = None
+        payload, extra_state = collective.on_all_ranks(lambda: returned_payload.split(returned, config, self._path))
         if self._findings is None:
-            # A backend without buffers has written to the live model by now; everything else is unchanged.
-            collective.on_all_ranks(lambda: self._check_and_apply(saved, destination, extra_state))
+            # A backend without buffers has written to the live model by now, or to nothing; everything else is unchanged.
+            filled = collective.on_all_ranks(lambda: self._filled(destination, payload))
+            collective.on_all_ranks(lambda: self._check_and_apply(saved, filled, extra_state))
+            destination = filled
         self._destination = saved.as_now(destination)
         collective.on_all_ranks(lambda: self._finish(self._applied))
         parts = collective.on_all_ranks(lambda: self._judge_buckets(self._applied))
@@ -144,6 +148,17 @@ class _Restore:
         return {**EXTRA_STATE_SKELETON, MESH: None if mesh is None else mesh.to_plain()}
 
     # ---- before the live model is written ---------------------------------------------------------------------------
+
+    def _filled(self, destination: dict[str, Any], payload: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the destination with the values of a payload that the backend has returned instead of filling it."""
+        if "model" not in payload or payload["model"] is destination["model"]:
+            return destination
+        self._entries = returned_payload.entries_of(payload)
+        made = make_destination(self._trainer, self._config, self._entries, self._path)
+        self._destination = returned_payload.values_for(
+            made, payload, self._path, strict_model=not self._config.is_peft
+        )
+        return self._destination
 
     def _check_and_apply(self, saved: SavedNames, read: Mapping[str, Any], extra_state: Mapping[str, Any]) -> None:
         """Check what was read, then apply all of it except the model's tensors."""
@@ -210,7 +225,7 @@ class _Restore:
         assert mismatches is not None  # _check_and_apply has run
         with streams_kept(device_type(self._trainer)):
             live = live_digests(self._trainer, self._destination, extra_state, self._digests)
-        saved = self._storage_digests()
+        saved = self._storage_digests(extra_state)
         return [
             certify_bucket(
                 bucket=bucket,
@@ -225,11 +240,15 @@ class _Restore:
             for bucket in BUCKETS
         ]
 
-    def _storage_digests(self) -> dict[str, tuple[str, str]]:
-        """Return bucket -> the backend's digests (at the save, of what was read), for buckets that were read completely."""
+    def _storage_digests(self, extra_state: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+        """Return bucket -> the digests at the save and of what was read, for buckets that were read completely.
+
+        They are the backend's, or those that the training state holds for a backend without digests.
+        """
         report = self._checkpointer.last_load
         if report is None:
-            return {}
+            saved = extra_state.get(DIGESTS, {}) if self._streams.change_since(extra_state) is None else {}
+            return {bucket: (saved[bucket], found) for bucket, found in self._digests.items() if bucket in saved}
         partly = {name.split(".", 1)[0] for name in report.unread}
         return {
             bucket: (report.saved[bucket], report.loaded[bucket])

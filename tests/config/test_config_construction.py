@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,65 @@ def test_right_values_are_taken_as_they_are() -> None:
 def test_a_changed_copy_is_checked_too() -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.save_steps: wrong type"):
         dataclasses.replace(CheckpointingConfig(), save_steps=None)  # type: ignore[arg-type]
+
+
+def test_fields_may_be_given_by_position_in_the_order_of_the_specification() -> None:
+    config = CheckpointingConfig(True, "./elsewhere", 10, 2, True, False, False)
+    assert (config.checkpoint_dir, config.save_steps, config.save_epochs, config.is_async) == (
+        "./elsewhere",
+        10,
+        2,
+        True,
+    )
+    assert (config.is_peft, config.save_optimizer, config.save_train_state) == (False, False, True)
+    with pytest.raises(ConfigError, match=r"checkpoint\.save_steps: wrong type"):
+        CheckpointingConfig(True, "./elsewhere", "10")  # type: ignore[arg-type]
+
+
+def test_a_field_may_be_changed_to_a_right_value() -> None:
+    config = CheckpointingConfig(save_steps=5)
+    other = CheckpointingConfig(save_steps=5)
+    config.restore_from = "LATEST"
+    config.save_steps = 7
+    assert dataclasses.asdict(config) == {**dataclasses.asdict(other), "restore_from": "LATEST", "save_steps": 7}
+    assert config != other
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("save_steps", "ten", 'checkpoint.save_steps: wrong type; expected: a whole number; found: "ten"'),
+        ("keep_last", 0, "checkpoint.keep_last: wrong value; expected: at least 1 or null; found: 0"),
+        ("verify", "none", "checkpoint.verify: wrong value; expected: one of digest, size"),
+    ],
+)
+def test_a_change_to_a_wrong_value_is_refused_and_the_old_one_stays(name: str, value: Any, words: str) -> None:
+    config = CheckpointingConfig(save_steps=5)
+    with pytest.raises(ConfigError) as caught:
+        setattr(config, name, value)
+    assert words in str(caught.value)
+    assert config == CheckpointingConfig(save_steps=5)
+
+
+def test_a_field_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(AttributeError, match=r"checkpoint\.save_step: unknown field; the fields are save_ckpt, check"):
+        CheckpointingConfig().save_step = 5  # type: ignore[attr-defined]
+
+
+def test_a_block_of_a_file_may_be_changed_too(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("checkpoint: {save_steps: 3}\n", encoding="utf-8")
+    config = load_config(path).checkpoint
+    config.save_steps = 4
+    with pytest.raises(ConfigError):
+        config.save_steps = -1
+    assert config == CheckpointingConfig(save_steps=4)
+    assert load_config(path).checkpoint == CheckpointingConfig(save_steps=3)
+
+
+def test_a_copy_can_be_pickled_and_copied() -> None:
+    config = CheckpointingConfig(save_steps=5)
+    assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
 
 
 def test_a_file_is_still_checked_as_a_whole_and_a_block_after_it_by_itself(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ SPECIFIED = {
 }
 # Beyond it: each leaves what the specification says as it is, unless it is set.
 ADDED = {
+    "manager": "dcp",
     "async_mode": "thread",
     "verify": "digest",
     "on_mismatch": "warn",

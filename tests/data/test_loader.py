@@ -35,6 +35,11 @@ def test_a_bad_argument_is_refused_with_its_value(options: dict[str, Any], named
     assert isinstance(caught.value, ValueError)
 
 
+def test_the_batch_size_may_be_left_out_or_given_by_position() -> None:
+    assert ids(DataLoader(Numbers(3), shuffle=False, collate_fn=as_is)) == [[0], [1], [2]]
+    assert ids(DataLoader(Numbers(3), 2, shuffle=False, collate_fn=as_is)) == [[0, 1], [2]]
+
+
 def test_data_that_cannot_be_indexed_is_refused() -> None:
     class Stream(IterableDataset[int]):
         def __len__(self) -> int:

@@ -323,6 +323,29 @@ def test_an_unknown_wrapper_is_named_in_a_warning_and_left_alone(caplog: pytest.
     assert "give it a chained_optimizers list" in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("make", "has_state"),
+    [
+        (lambda its: O.AdamW(its), True),
+        (lambda its: O.SGD(its, lr=0.1), False),
+        (lambda its: O.SGD(its, lr=0.1, momentum=0.9), True),
+        (lambda its: O.AdamW(its[2:]), False),
+        (lambda its: ChainedOptimizer([O.Muon(its[:1]), O.AdamW(its[1:])]), True),
+        (lambda its: [O.SGD(its[:1], lr=0.1), O.AdamW(its[1:])], False),
+        (lambda its: [O.AdamW(its), None], True),
+        (lambda its: SimpleNamespace(optimizer=O.AdamW(its)), True),
+        (lambda its: SimpleNamespace(), False),
+        (lambda its: None, False),
+    ],
+    ids=["AdamW", "SGD", "momentum", "frozen", "chain", "one without", "with none", "wrapper", "unknown", "none"],
+)
+def test_it_returns_whether_every_optimizer_has_state_now(make: Callable[[Any], Any], has_state: bool) -> None:
+    optimizer = make(parameters())
+    assert initialize_optimizer_state(optimizer) is has_state
+    # The second call finds what the first has made.
+    assert initialize_optimizer_state(optimizer) is has_state
+
+
 def test_none_and_an_empty_list_need_nothing(caplog: pytest.LogCaptureFixture) -> None:
     initialize_optimizer_state(None)
     initialize_optimizer_state([])

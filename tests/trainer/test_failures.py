@@ -181,10 +181,12 @@ def test_a_loader_without_a_length_needs_max_steps_and_says_so_before_training(t
         make_trainer(run_config(tmp_path), loader=NoLength())
 
 
-def test_an_error_before_the_first_step_leaves_no_directory(tmp_path: Path) -> None:
+def test_an_error_before_the_first_save_leaves_no_checkpoint_and_a_refused_restore_no_directory(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with pytest.raises(FileNotFoundError):
         train(run_config(folder, restore_from=str(tmp_path / "absent")))
+    assert not folder.exists()
     with pytest.raises(StoppedOnPurpose):
         train(run_config(folder, save_steps=1), callbacks=[stop_after(1)])
-    assert not folder.exists()
+    # The start has made the root, and locked it.
+    assert [path.name for path in folder.iterdir()] == [".writer.lock"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -297,6 +298,7 @@ def test_a_save_that_fails_before_leaving_is_the_error_and_not_a_preemption(tmp_
     config = run_config(folder)
 
     def block(trainer: Any) -> None:
+        shutil.rmtree(folder)
         folder.write_text("in the way")
         os.kill(os.getpid(), signal.SIGTERM)
 

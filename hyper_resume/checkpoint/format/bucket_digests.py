@@ -100,7 +100,7 @@ def saved_digests(manifest: Manifest | None, flat: Mapping[str, Any], mesh: Mesh
         return {}
     own, found = str(collective.rank()), {}
     same_mesh = (manifest.world_size, manifest.mesh) == (collective.world_size(), mesh)
-    older = _name_digests(flat) if same_mesh else {}
+    older = name_digests(flat) if same_mesh else {}
     for bucket, part in part_digests(flat).items():
         holders = (rank for rank in (own, *manifest.names) if manifest.names.get(rank, {}).get(bucket) == part)
         holder = next(holders, None)
@@ -123,7 +123,7 @@ def reported_digests(manifest: Manifest | None, mesh: Mesh | None) -> Mapping[st
     return manifest.buckets.get(str(collective.rank()), {})
 
 
-def _name_digests(flat: Mapping[str, Any]) -> dict[str, str]:
+def name_digests(flat: Mapping[str, Any]) -> dict[str, str]:
     """Return bucket -> digest of the names of its entries, as versions 1 and 2 of the manifest have it."""
     buckets: dict[str, list[str]] = {}
     for name in sorted(flat):

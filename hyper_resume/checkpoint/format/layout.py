@@ -14,6 +14,7 @@ import uuid
 from pathlib import Path
 
 from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.format.lost_entries import find_lost
 from hyper_resume.checkpoint.format.manifest import METADATA_NAME, Manifest, read_manifest, verify_files
 from hyper_resume.errors import CheckpointMismatchError, CheckpointSaveError, describe
 
@@ -90,7 +91,8 @@ def why_incomplete_by_manifest(directory: Path, manifest: Manifest | None) -> st
     """Do the same as :func:`why_incomplete` for a directory whose manifest was read already (None: it has none)."""
     if manifest is not None:
         missing = verify_files(directory, manifest, sorted(manifest.files), digests=False)
-        return f"is incomplete: {'; '.join(missing[:3])}" if missing else ""
+        lost = str(find_lost(directory, manifest, missing)) if missing else ""
+        return f"is incomplete: {'; '.join([*([lost] if lost else []), *missing[:3]])}" if missing else ""
     marker = directory / METADATA_NAME
     return "" if marker.is_file() and marker.stat().st_size > 0 else "is incomplete (no usable .metadata)"
 

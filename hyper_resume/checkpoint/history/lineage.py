@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.format import layout
+from hyper_resume.checkpoint.format.lost_entries import refuse_lost
 from hyper_resume.checkpoint.format.manifest import (
     MANIFEST_NAME,
     MAX_ANCESTORS,
@@ -74,11 +75,13 @@ class ResumeOrder:
     """The step directories that a resume tries, best first.
 
     ``complaints`` says why each other directory is skipped. ``was_published`` is true if a save was ever committed here.
+    ``newest`` is the first one, whether it can be used or not.
     """
 
     directories: tuple[Path, ...]
     complaints: tuple[str, ...]
     was_published: bool
+    newest: Path | None = None
 
 
 def resume_order(checkpoint_dir: Path) -> ResumeOrder:
@@ -110,7 +113,8 @@ def resume_order(checkpoint_dir: Path) -> ResumeOrder:
     lineage: set[tuple[int, str]] | None = None
     directories: list[Path] = []
     complaints = [complaint] if complaint else []
-    for candidate in rest if head is None else [head, *rest]:
+    candidates = rest if head is None else [head, *rest]
+    for candidate in candidates:
         reason = candidate.complaint or _why_not_in_lineage(candidate, lineage, pointed, head)
         if lineage is None and candidate.manifest is not None and not _is_beyond_pointer(candidate, pointed, head):
             lineage = set(candidate.manifest.ancestors)
@@ -123,6 +127,7 @@ def resume_order(checkpoint_dir: Path) -> ResumeOrder:
         directories=tuple(directories),
         complaints=tuple(complaints),
         was_published=pointed is not None or bool(complaint) or any(candidate.was_committed for candidate in found),
+        newest=candidates[0].path if candidates else None,
     )
 
 
@@ -171,8 +176,11 @@ def refuse_if_published(checkpoint_dir: Path, order: ResumeOrder, complaints: li
         complaints: why each of ``order.directories`` was refused.
 
     Raises:
-        CheckpointNotFoundError: lists all reasons.
+        CheckpointNotFoundError: lists all reasons; or, of the newest directory, that its training state was taken out.
+        CheckpointMismatchError: a model key was taken out of the newest directory.
     """
+    if order.newest is not None:
+        refuse_lost(order.newest, layout.manifest_or_none(order.newest))
     if order.was_published or complaints:
         raise CheckpointNotFoundError(
             describe(

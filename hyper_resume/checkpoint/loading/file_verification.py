@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from hyper_resume import collective
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.format import layout
+from hyper_resume.checkpoint.format.lost_entries import refuse_lost
 from hyper_resume.checkpoint.format.manifest import (
     MANIFEST_NAME,
     MISSING,
@@ -60,8 +61,8 @@ def verify(
         the manifest; None for a directory without one, which can't be verified.
 
     Raises:
-        CheckpointNotFoundError: files are missing; names them, on every rank.
-        CheckpointMismatchError: files are not as they were written; names them, on every rank.
+        CheckpointNotFoundError: files are missing, or the training state was taken out; names them, on every rank.
+        CheckpointMismatchError: files are not as they were written, or a model key was taken out; names them, on every rank.
     """
     manifest = collective.on_rank_zero(lambda: _read_manifest(directory), group)
     if manifest is None:
@@ -77,6 +78,7 @@ def verify(
     complaints = [complaint for of_rank in collective.all_gather(found, group) for complaint in of_rank]
     complaints = [*step_name_mismatch(directory, manifest), *complaints]
     if complaints:
+        collective.on_rank_zero(lambda: refuse_lost(directory, manifest, complaints), group)
         only_missing = all(complaint.endswith(MISSING) for complaint in complaints)
         raise (CheckpointNotFoundError if only_missing else CheckpointMismatchError)(
             describe(

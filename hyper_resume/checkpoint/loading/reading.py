@@ -71,6 +71,16 @@ def load_entries(
         ) from error
 
 
+def describe_entries(metadata: Metadata) -> dict[str, torch.Tensor | None]:
+    """Return each entry's shape and dtype as a meta tensor; None for an entry that is not a tensor."""
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+
+
 def read_training_state(
     directory: Path, metadata: Metadata, layout: extra.ExtraStateLayout, rank: int
 ) -> dict[str, Any]:

@@ -10,12 +10,18 @@ from hyper_resume.trainer.state import TrainerState
 class Callback:
     """Base of callbacks; every hook does nothing by default.
 
-    A callback with ``state_dict`` and ``load_state_dict`` is saved and restored with the training state.
+    A callback with ``state_dict`` and ``load_state_dict`` is saved and restored with the training state. A hook works with
+    the state that it is handed, whatever the trainer's own is; without one, with ``trainer.state``.
     """
 
     def __init__(self, trainer: Any) -> None:
         """Keep the trainer; hooks read its live objects."""
         self.trainer = trainer
+
+    def current_state(self, state: TrainerState | None) -> TrainerState:
+        """Return the state that a hook works with: the one that it is handed, otherwise the trainer's own."""
+        own: TrainerState = self.trainer.state
+        return own if state is None else state
 
     def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Run once, when everything is built and before the first data iterator is made."""

@@ -18,8 +18,8 @@ import torch
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_checkpointer
-from hyper_resume.checkpoint.format.extra_state import MESH, RUN, UNCOVERED
-from hyper_resume.checkpoint.history.retention import Retention
+from hyper_resume.checkpoint.format.extra_state import MESH, PAYLOAD_KEY, RUN, UNCOVERED
+from hyper_resume.checkpoint.pointed import with_pointer
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
 from hyper_resume.parallel.replicas import check_replicas
@@ -28,9 +28,12 @@ from hyper_resume.state.held_optimizers import is_per_rank
 from hyper_resume.state.optimizer import flatten_optimizers
 from hyper_resume.state.own_state import own_states
 from hyper_resume.state.rng import streams_kept
+from hyper_resume.trainer.backend import build_backend
+from hyper_resume.trainer.bucket_digests import DIGESTS, read_digests
 from hyper_resume.trainer.callbacks.base import Callback
-from hyper_resume.trainer.payload import collect_extra_state, collect_payload, device_type, names_in
+from hyper_resume.trainer.payload import collect_extra_state, collect_for_trial, collect_payload, device_type, names_in
 from hyper_resume.trainer.records import SaveRecords, store_certificate
+from hyper_resume.trainer.requirements import as_config, copy_counters, require_attributes, require_counters
 from hyper_resume.trainer.restore import restore
 from hyper_resume.trainer.run_fingerprint import RunFingerprint
 from hyper_resume.trainer.run_mesh import find_run_mesh
@@ -44,18 +47,6 @@ logger = logging.getLogger(__name__)
 LATEST = "latest"
 _NEVER_SAVED = -1
 _ALWAYS_LOGGED = ("checkpoint_dir", "save_steps", "save_epochs", "restore_from")
-_TRAINER_ATTRIBUTES = (
-    "config.checkpoint",
-    "model",
-    "optimizer",
-    "lr_scheduler",
-    "train_dataloader",
-    "state.global_step",
-    "state.epoch",
-    "train_steps",
-    "start_epoch",
-    "start_step",
-)
 
 
 class CheckpointerCallback(Callback):
@@ -71,16 +62,19 @@ class CheckpointerCallback(Callback):
         """Build the storage backend from ``trainer.config.checkpoint``.
 
         Raises:
-            ConfigError: the trainer lacks attributes that saving or restoring uses; all of them at once.
+            ConfigError: the trainer lacks attributes that saving or restoring uses (all of them at once), or
+                ``checkpoint.manager`` names no storage backend.
             UnsupportedError: an optimizer or a wrapper whose state can't be reached, saved or restored, now rather than at the
                 first save.
         """
         super().__init__(trainer)
-        _require_attributes(trainer)
-        self.config: CheckpointingConfig = trainer.config.checkpoint
-        self.checkpointer: CheckpointerBase = _build(self.config)
-        self.checkpointer.add_listener(self._note_durable)
+        require_attributes(trainer)
+        self.config: CheckpointingConfig = as_config(trainer.config.checkpoint)
+        self.checkpointer = build_backend(self.config, build_checkpointer)
+        self._storage.add_listener(self._note_durable)
         self.last_saved: str | None = None
+        self._handed: TrainerState | None = None
+        self._warned_of_other_state = False
         self._last_saved_step = _NEVER_SAVED
         self._unchanged_buckets = UnchangedBuckets()
         self._uncovered = UncoveredState(trainer, self.config)
@@ -90,22 +84,38 @@ class CheckpointerCallback(Callback):
         if self.config.save_optimizer or self.config.restore_optimizer:
             own_states(flatten_optimizers(trainer.optimizer), names_in(trainer))
 
+    @property
+    def checkpointer(self) -> CheckpointerBase:
+        """The storage backend."""
+        return self._backend
+
+    @checkpointer.setter
+    def checkpointer(self, backend: CheckpointerBase) -> None:
+        self._backend = backend
+        # The backend itself, or with a pointer for one that only saves and loads.
+        self._storage = with_pointer(backend)
+
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Log the configuration and restore, if asked to. Runs after every other callback's ``on_train_begin``."""
+        """Log the configuration, restore, if asked to, and try what a save needs. Runs after every other callback's hook.
+
+        What is restored is written to ``trainer.state``, and to ``state`` where that is another object.
+        """
+        self._use_state(state)
         logger.info("Checkpoint config: %s", _in_short(self.config))
         for name in reserved_fields_set(self.config):
             logger.warning("checkpoint.%s is reserved for the Hugging Face export and has no effect yet", name)
         if self._records is not None and self.config.save_ckpt:
-            self.checkpointer.add_listener(SaveRecords(self._records))
+            self._storage.add_listener(SaveRecords(self._records))
         # Before the restore: what a new run is made of is compared with what was saved.
         self._fingerprint = collective.on_all_ranks(lambda: RunFingerprint(self.trainer, self.config))
         path = self._resolve_restore_path()
         certificate = None if path is None else self._load_checkpoint(path)
         if self.config.save_ckpt:
+            self._try_save()
             # A restore of the weights alone continues no run: this one starts from scratch, from those weights.
-            self.checkpointer.begin_run(
+            self._storage.begin_run(
                 self.config.checkpoint_dir, restored_from=path if self.config.restore_train_state else None
             )
             collective.on_all_ranks(self._uncovered.begin)
@@ -117,6 +127,7 @@ class CheckpointerCallback(Callback):
         """Save when ``save_steps`` divides the step."""
         if not self.config.save_ckpt:
             return
+        self._use_state(state)
         step = self._state.global_step
         self._unchanged_buckets.note_step(getattr(self._state, "lrs", ()))
         self._uncovered.after_step()
@@ -126,6 +137,7 @@ class CheckpointerCallback(Callback):
 
     def on_epoch_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Save when ``save_epochs`` divides the number of finished epochs."""
+        self._use_state(state)
         config = self.config
         if not (config.save_ckpt and config.save_epochs > 0 and (self._state.epoch + 1) % config.save_epochs == 0):
             return
@@ -138,6 +150,7 @@ class CheckpointerCallback(Callback):
 
     def on_train_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Save the last step, synchronously, unless it is saved; then wait for a save in flight."""
+        self._use_state(state)
         if self.config.save_ckpt and self._state.global_step > 0:
             self._save_once(self._state.global_step, force_sync=True)
         self.wait_for_pending_save()
@@ -145,15 +158,16 @@ class CheckpointerCallback(Callback):
     def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Let a save in flight finish; its failure is logged only, because the first error is the one that is raised."""
         try:
-            self.wait_for_pending_save()
+            # The backend alone: on this rank only, perhaps, so nothing that all ranks take part in.
+            self.checkpointer.maybe_wait_for_async_save()
         except Exception:
             logger.exception("the save in flight failed while training was stopping")
 
     def wait_for_pending_save(self) -> None:
         """Wait for an asynchronous save in flight and raise its failure on every rank."""
-        self.checkpointer.maybe_wait_for_async_save()
+        self._storage.maybe_wait_for_async_save()
 
-    def save_before_leaving(self) -> str:
+    def save_before_leaving(self, state: TrainerState | None = None) -> str:
         """Save this step synchronously unless it is saved, and return its directory. For a job that must stop now.
 
         A failure of the save in flight is logged, not raised: the state that matters is the one that is saved now.
@@ -161,6 +175,7 @@ class CheckpointerCallback(Callback):
         Raises:
             CheckpointSaveError: the step could not be saved; raised on every rank.
         """
+        self._use_state(state)
         try:
             self.wait_for_pending_save()
         except CheckpointSaveError:
@@ -169,10 +184,30 @@ class CheckpointerCallback(Callback):
         self._save_once(self._state.global_step, force_sync=True)
         return str(self._directory())
 
+    def _use_state(self, state: TrainerState | None) -> None:
+        """Work with ``state`` until the next hook: it decides what is due, and its counters are the ones that are saved.
+
+        Raises:
+            ConfigError: it has no counters.
+        """
+        if state is not None and state is not self.trainer.state:
+            require_counters(state)
+            self._warn_of_other_state(state)
+        self._handed = state
+
+    def _warn_of_other_state(self, state: TrainerState) -> None:
+        handed, own = (f"global_step {one.global_step}, epoch {one.epoch}" for one in (state, self.trainer.state))
+        if handed != own and not self._warned_of_other_state:
+            self._warned_of_other_state = True
+            logger.warning(
+                "a hook was handed a state with %s while trainer.state has %s: the one that is handed in is saved",
+                handed,
+                own,
+            )
+
     @property
     def _state(self) -> TrainerState:
-        state: TrainerState = self.trainer.state
-        return state
+        return self.current_state(self._handed)
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
@@ -183,6 +218,16 @@ class CheckpointerCallback(Callback):
         self._save_checkpoint(force_sync=force_sync)
         self._last_saved_step = step
         return True
+
+    def _try_save(self) -> None:
+        """Collect the state once and check it, and write to the root: what would fail at the first save fails now.
+
+        Raises:
+            CheckpointSaveError, StateNotPlainError, ReplicaMismatchError, UnsupportedError: as a save; on every rank.
+        """
+        payload = collective.on_all_ranks(lambda: collect_for_trial(self.trainer, self.config, self._state))
+        check_replicas(_tensors({name: part for name, part in payload.items() if name != PAYLOAD_KEY}))
+        self._storage.try_save(self.config.checkpoint_dir, payload)
 
     def _save_checkpoint(self, *, force_sync: bool = False) -> None:
         state, config, directory = self._state, self.config, self._directory()
@@ -195,7 +240,7 @@ class CheckpointerCallback(Callback):
             save_async,
         )
         options: dict[str, Any] = {}
-        if config.keep_best > 0 and self.checkpointer.accepts_metrics:
+        if config.keep_best > 0 and self._storage.accepts_metrics:
             options["metrics"] = collective.on_all_ranks(lambda: _metrics(state, config.keep_best_metric))
         with streams_kept(device_type(self.trainer)):
             payload = collective.on_all_ranks(lambda: collect_payload(self.trainer, config))
@@ -203,21 +248,25 @@ class CheckpointerCallback(Callback):
             if config.save_train_state:
                 payload["extra_state"] = collective.on_all_ranks(lambda: self._training_state(payload))
         changeable = self._unchanged_buckets.changeable(self.trainer, payload, state.global_step)
-        self.checkpointer.save(str(directory), payload, global_step=state.global_step, save_async=save_async, **options)
-        for warning in self._unchanged_buckets.check(
-            state.global_step, self.checkpointer.last_bucket_digests, changeable
-        ):
+        self._storage.save(str(directory), payload, global_step=state.global_step, save_async=save_async, **options)
+        for warning in self._unchanged_buckets.check(state.global_step, self._storage.last_bucket_digests, changeable):
             logger.warning("%s", warning)
 
     def _training_state(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         mesh = find_run_mesh(self.trainer)
         run = {} if self._fingerprint is None else {RUN: self._fingerprint.description}
-        return {
-            **collect_extra_state(self.trainer),
-            UNCOVERED: [*self._schedule_order.uncovered(), *self._uncovered.at_save(payload)],
+        uncovered = [*self._schedule_order.uncovered(), *self._uncovered.at_save(payload)]
+        found = {
+            **collect_extra_state(self.trainer, self._state),
+            "rank": collective.rank(),
+            "world_size": collective.world_size(),
+            UNCOVERED: uncovered,
             MESH: None if mesh is None else mesh.to_plain(),
             **run,
         }
+        if not self.checkpointer.verifies_digests:
+            found[DIGESTS] = read_digests(self.trainer, payload, found)
+        return found
 
     def _directory(self) -> Path:
         return Path(self.config.checkpoint_dir) / f"global_step_{self._state.global_step}"
@@ -231,14 +280,15 @@ class CheckpointerCallback(Callback):
     def _load_checkpoint(self, path: str) -> Certificate:
         trainer, config = self.trainer, self.config
         assert self._fingerprint is not None  # set by on_train_begin
-        certificate = restore(trainer, config, self.checkpointer, path, self._fingerprint)
+        certificate = restore(trainer, config, self._storage, path, self._fingerprint)
         if config.restore_train_state:
-            self._last_saved_step = self._state.global_step
+            self._last_saved_step = trainer.state.global_step
             self.last_saved = path
+            copy_counters(trainer.state, self._state)
         logger.info(
             "Checkpoint loaded successfully: path=%s, global_step=%s, start_epoch=%s, start_step=%s",
             path,
-            self._state.global_step,
+            trainer.state.global_step,
             trainer.start_epoch,
             trainer.start_step,
         )
@@ -265,7 +315,7 @@ class CheckpointerCallback(Callback):
         if wanted is None:
             return None
         if wanted.lower() == LATEST:
-            found = self.checkpointer.find_latest_checkpoint(self.config.checkpoint_dir)
+            found = self._storage.find_latest_checkpoint(self.config.checkpoint_dir)
             if found is None:
                 logger.warning("no checkpoint found under %s: training starts from scratch", self.config.checkpoint_dir)
             else:
@@ -274,7 +324,7 @@ class CheckpointerCallback(Callback):
 
         def check() -> str:
             path = Path(wanted)
-            if not path.is_dir():
+            if not self.checkpointer.has_checkpoint(wanted):
                 raise CheckpointNotFoundError(
                     describe(
                         "checkpoint.restore_from is not a directory",
@@ -289,33 +339,6 @@ class CheckpointerCallback(Callback):
         return collective.on_rank_zero(check)
 
 
-def _require_attributes(trainer: Any) -> None:
-    """Refuse a trainer that lacks what this callback uses.
-
-    Raises:
-        ConfigError: names everything that is missing.
-    """
-    absent = [name for name in _TRAINER_ATTRIBUTES if not _has(trainer, name)]
-    if absent:
-        raise ConfigError(
-            describe(
-                "the trainer lacks attributes that saving and restoring use",
-                where=f"CheckpointerCallback({type(trainer).__name__})",
-                expected=", ".join(_TRAINER_ATTRIBUTES),
-                found=f"no {', '.join(absent)}",
-                do="set them before the callback is made (state is a TrainerState; lr_scheduler may be None)",
-            )
-        )
-
-
-def _has(owner: Any, dotted: str) -> bool:
-    for name in dotted.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
-    return True
-
-
 def _in_short(config: CheckpointingConfig) -> str:
     """Return the fields that are asked for most, and what else differs from its default."""
     default = CheckpointingConfig()
@@ -325,22 +348,6 @@ def _in_short(config: CheckpointingConfig) -> str:
         if (value := getattr(config, field.name)) != getattr(default, field.name) or field.name in _ALWAYS_LOGGED
     }
     return ", ".join(f"{name}={value!r}" for name, value in shown.items())
-
-
-def _build(config: CheckpointingConfig) -> CheckpointerBase:
-    return build_checkpointer(
-        ckpt_manager="dcp",
-        extra_state_per_rank=config.save_extra_state_per_rank,
-        verify=config.verify,
-        async_mode=config.async_mode,
-        retention=Retention(
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            keep_best=config.keep_best,
-            best_metric=config.keep_best_metric,
-            best_mode=config.keep_best_mode,
-        ),
-    )
 
 
 def _trajectory_directory(trainer: Any) -> Path | None:

@@ -63,10 +63,10 @@ class PreemptionCallback(Callback):
         asked = self._received_by_rank()
         if not asked:
             return
-        current: TrainerState = self.trainer.state
+        current = self.current_state(state)
         who = ", ".join(f"rank {rank} ({name})" for rank, name in asked.items())
         logger.warning("asked to stop by %s: saving at global_step=%s", who, current.global_step)
-        path = self._checkpointer.save_before_leaving()
+        path = self._checkpointer.save_before_leaving(current)
         if current.global_step >= self.trainer.train_steps:
             logger.warning("global_step=%s is the last one: the training ends as planned", current.global_step)
             return

@@ -30,7 +30,7 @@ class ProgressCallback(Callback):
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Show the step's loss and the lr of the next step, then move by one."""
-        current: TrainerState = self.trainer.state
+        current = self.current_state(state)
         if collective.rank() != 0:
             return
         values = f"loss={current.loss:.5f}, lr={current.next_lrs[0]:.3g}"

@@ -33,7 +33,7 @@ class TrajectoryCallback(Callback):
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Append the finished step's record with one write."""
-        current: TrainerState = self.trainer.state
+        current = self.current_state(state)
         record: dict[str, Any] = {
             "global_step": current.global_step,
             "epoch": current.epoch,
