@@ -138,7 +138,7 @@ def _no_device_stream_refused(put: Saboteur) -> None:
 
 @sabotage("rng-before-iterator")
 def _rng_before_iterator(put: Saboteur) -> None:
-    put.replace("hyper_resume.trainer.base:apply_rng", lambda original, *args: None)
+    put.replace("hyper_resume.data.stateful_loaders:put_streams", lambda original, *args: None)
 
 
 @sabotage("rng-restored-too-early")
