@@ -30,6 +30,7 @@ from hyper_resume.state.own_state import own_states
 from hyper_resume.state.rng import collect_rng, streams_kept
 from hyper_resume.state.scheduler import collect_schedulers
 from hyper_resume.state.stateful import collect_stateful, find_stateful, live_states, local_states, sharded_paths
+from hyper_resume.trainer.requirements import as_config
 from hyper_resume.trainer.resume_point import knows_position
 from hyper_resume.trainer.saved_names import SavedNames
 
@@ -175,7 +176,7 @@ def stateful_of(trainer: Any, saved: Iterable[str] = ()) -> dict[str, Any]:
         *as_list(trainer.lr_scheduler),
     ]
     found = find_stateful(trainer, getattr(trainer, "callbacks", ()), known)
-    config = trainer.config.checkpoint
+    config = as_config(trainer.config.checkpoint)
     if config.save_optimizer or config.restore_optimizer:
         known_own = [name.removeprefix(_OF_OPTIMIZER) for name in saved]
         own = own_states(flatten_optimizers(trainer.optimizer), names_in(trainer), known_own)
@@ -187,7 +188,7 @@ def stateful_to_restore(trainer: Any, extra_state: Mapping[str, Any]) -> tuple[d
     """Return the stateful objects and the saved states, without those of optimizers that are not to be restored."""
     saved = dict(extra_state.get("stateful") or {})
     found = stateful_of(trainer, saved)
-    if trainer.config.checkpoint.restore_optimizer:
+    if as_config(trainer.config.checkpoint).restore_optimizer:
         return found, saved
     for states in (found, saved):
         for name in [name for name in states if name.startswith(_OF_OPTIMIZER)]:

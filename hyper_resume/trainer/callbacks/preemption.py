@@ -35,7 +35,7 @@ class PreemptionCallback(Callback):
         """Handle ``checkpoint.preemption_signals``; ``checkpointer`` saves."""
         super().__init__(trainer)
         self._checkpointer = checkpointer
-        self._numbers = [signal.Signals[name] for name in trainer.config.checkpoint.preemption_signals]
+        self._numbers = [signal.Signals[name] for name in checkpointer.config.preemption_signals]
         self._group: dist.ProcessGroup | None = None
         self._received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
