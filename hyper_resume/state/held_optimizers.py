@@ -64,6 +64,13 @@ def names_of(optimizers: Sequence[Any]) -> list[str]:
     )
 
 
+def innermost(optimizers: Sequence[Any], optimizer: Any) -> Any:
+    """Return the optimizer whose state and groups ``optimizer`` only hands out, or itself."""
+    held = optimizers.holders.values() if isinstance(optimizers, OptimizerList) else ()
+    inside = [one for one in held if one is not optimizer and _counts_as_optimizer(one) and _is_alias(optimizer, one)]
+    return inside[-1] if inside else optimizer
+
+
 def per_rank(name: str) -> str:
     """Return the name of an optimizer that only this rank has."""
     return f"{name}{_PER_RANK}{collective.rank()}"

@@ -48,6 +48,11 @@ def naming(model: nn.Module) -> Callable[[str], str]:
     return without_wrappers
 
 
+def without_data_parallel(model: nn.Module) -> nn.Module:
+    """Return what ``model`` wraps if it is a ``DistributedDataParallel`` or ``DataParallel``, else ``model``."""
+    return model.module if isinstance(model, _DATA_PARALLEL) else model
+
+
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """Return id(parameter) -> canonical name; a tied parameter has its first name."""
     canonical = naming(model)

@@ -20,11 +20,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from hyper_resume import digest
 from hyper_resume.checkpoint.tensors.threads import map_in_threads
 from hyper_resume.config.schema import CheckpointingConfig
+from hyper_resume.state.held_optimizers import innermost, names_of
 from hyper_resume.state.model import collect_model
-from hyper_resume.state.names import canonical_name, parameter_names
+from hyper_resume.state.names import naming, without_data_parallel
 from hyper_resume.state.plain_values import is_plain, plain, qualified_name
 from hyper_resume.state.planned_schedule import schedule_options
-from hyper_resume.trainer.payload import as_list, device_type, reachable_optimizers
+from hyper_resume.trainer.payload import as_list, device_type, names_in, reachable_optimizers
 
 _MOST_DIGESTED = 5_000
 _LAYER_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.|$)|^[0-9]+(?=\.)")
@@ -80,10 +81,11 @@ def _without_secrets(found: dict[str, Any]) -> dict[str, Any]:
 
 def _model(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {"modules": _modules(model)}
-    configuration = getattr(model, "config", None)
+    inner = without_data_parallel(model)
+    configuration = getattr(inner, "config", None)
     if hasattr(configuration, "to_dict"):
         found["config"] = _hugging_face(configuration)
-    adapters = getattr(model, "peft_config", None)
+    adapters = getattr(inner, "peft_config", None)
     if isinstance(adapters, Mapping):
         found["peft"] = {str(name): _hugging_face(one) for name, one in adapters.items() if hasattr(one, "to_dict")}
     return found
@@ -108,7 +110,8 @@ def _modules(model: nn.Module) -> dict[str, dict[str, Any]]:
     Modules of numbered layers are described together under ``*``: a value that they do not share is a list.
     """
     # A wrapper has the name of what it wraps, which comes later and replaces it.
-    modules = {canonical_name(name): module for name, module in model.named_modules()}
+    canonical = naming(model)
+    modules = {canonical(name): module for name, module in model.named_modules()}
     together: dict[str, dict[str, list[Any]]] = {}
     for name, module in modules.items():
         of_all = together.setdefault(_LAYER_NUMBER.sub("*", name), {})
@@ -148,7 +151,8 @@ def _is_option(value: Any) -> bool:
 def _not_saved(model: nn.Module, *, trainable_only: bool) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers that no save holds: frozen ones of an adapter run, and non-persistent buffers."""
     saved = collect_model(model, trainable_only=trainable_only)
-    found = {canonical_name(name): one for name, one in [*model.named_parameters(), *model.named_buffers()]}
+    canonical = naming(model)
+    found = {canonical(name): one for name, one in [*model.named_parameters(), *model.named_buffers()]}
     return {name: tensor for name, tensor in found.items() if name not in saved and not tensor.is_meta}
 
 
@@ -171,15 +175,15 @@ def _part(tensor: torch.Tensor) -> str:
 
 
 def _optimizers(trainer: Any) -> dict[str, Any]:
-    names = parameter_names(trainer.model)
+    names, optimizers = names_in(trainer), reachable_optimizers(trainer.optimizer)
     return {
-        str(index): {
-            "class": qualified_name(type(optimizer)),
+        name: {
+            "class": qualified_name(type(innermost(optimizers, optimizer))),
             "groups": {
                 group_name(group, names, place): _group(group) for place, group in enumerate(optimizer.param_groups)
             },
         }
-        for index, optimizer in enumerate(reachable_optimizers(trainer.optimizer))
+        for name, optimizer in zip(names_of(optimizers), optimizers, strict=True)
     }
 
 

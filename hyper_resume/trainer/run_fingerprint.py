@@ -14,10 +14,10 @@ from hyper_resume import collective
 from hyper_resume.checkpoint.format.extra_state import RUN
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import CheckpointMismatchError, ConfigError, describe
-from hyper_resume.state.names import parameter_names
+from hyper_resume.state.held_optimizers import names_of
 from hyper_resume.state.planned_schedule import Replay, replay
 from hyper_resume.state.scheduler import collect_schedulers
-from hyper_resume.trainer.payload import as_list, reachable_optimizers
+from hyper_resume.trainer.payload import as_list, names_in, reachable_optimizers
 from hyper_resume.trainer.run_description import describe_run, group_name
 from hyper_resume.trainer.run_differences import Difference, Holder, find_differences, known_names, with_values
 
@@ -140,7 +140,7 @@ class RunFingerprint:
 
     def _override(self, result: RunComparison, wanted: Sequence[Difference], later: Replay | None) -> None:
         """Put this run's values in the place of those that were read, where they are declared and a restore sets them."""
-        names = parameter_names(self._trainer.model)
+        names = names_in(self._trainer)
         options = {one.name.removeprefix("optimizer.") for one in wanted if one.bucket == "optimizer"}
         fields = [*options, *(_LR_FIELDS if later is not None or "lr" in options else ())]
         if not fields:
@@ -154,12 +154,13 @@ class RunFingerprint:
         if "optimizer" not in result.payload:
             return
         parts = dict(result.payload["optimizer"])
-        for index, optimizer in enumerate(reachable_optimizers(self._trainer.optimizer)):
+        optimizers = reachable_optimizers(self._trainer.optimizer)
+        for name, optimizer in zip(names_of(optimizers), optimizers, strict=True):
             own = (None if later is None else later.groups_of(optimizer)) or optimizer.param_groups
-            if str(index) in parts:
-                groups = parts[str(index)]["param_groups"]
-                parts[str(index)] = {
-                    **parts[str(index)],
+            if name in parts:
+                groups = parts[name]["param_groups"]
+                parts[name] = {
+                    **parts[name],
                     "param_groups": tuple(_with_options(groups, _by_name(own, names), fields)),
                 }
         result.payload = {**result.payload, "optimizer": parts}
