@@ -73,7 +73,7 @@ class RunFingerprint:
             extra_state: this rank's training state as it was read; empty where none was requested.
         """
         saved = extra_state.get(RUN)
-        if not isinstance(saved, Mapping):
+        if not isinstance(saved, Mapping) or not saved:
             return RunComparison(payload=payload, extra_state=extra_state)
         differences = [one for one in find_differences(saved, self._now) if self._is_restored(one)]
         wanted = [one for one in differences if self._is_declared(one.name)]

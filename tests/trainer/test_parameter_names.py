@@ -16,6 +16,7 @@ from hyper_resume.state.certificate import Certificate, read_certificate
 from hyper_resume.state.model import collect_model
 from hyper_resume.state.names import canonical_name, parameter_names
 from hyper_resume.trainer.callbacks import CheckpointerCallback
+from hyper_resume.trainer.run_fingerprint import RunFingerprint
 from tests.ranks import run_ranks
 from tests.trainer.custom_trainer import make_custom_trainer, saved_entries, train_custom_trainer
 
@@ -91,6 +92,8 @@ def test_a_checkpoint_that_an_earlier_version_wrote_below_the_wrapper_is_read(
     reference = rows(train_custom_trainer(wrapped_trainer(tmp_path / "whole", now), STEPS))
     with monkeypatch.context() as earlier:
         earlier.setattr(naming_module, "_DATA_PARALLEL", ())
+        # It did not describe its run.
+        earlier.setattr(RunFingerprint, "description", {})
         train_custom_trainer(wrapped_trainer(tmp_path / "saved", DataParallel), SAVED)
     entries = saved_entries(tmp_path / "saved" / f"global_step_{SAVED}")
     assert "model.module.hidden.weight" in entries
