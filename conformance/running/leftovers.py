@@ -15,6 +15,8 @@ from conformance.running.probe import JOB_VARIABLE
 SERVER = "conformance.running.warm_server"
 _RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
 _POLL_SECONDS = 0.004
+# For how long a process without a command line is left to end by itself.
+_GRACE_SECONDS = 1.0
 
 
 def kill_leftovers(folder: Path, *, limit_seconds: float = 10.0) -> list[int]:
@@ -28,10 +30,13 @@ def kill_leftovers(folder: Path, *, limit_seconds: float = 10.0) -> list[int]:
     """
     killed: set[int] = set()
     trackers: set[int] = set()
-    deadline = time.monotonic() + limit_seconds
+    begin = time.monotonic()
     while left := _belonging_to(folder):
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > begin + limit_seconds:
             raise OSError(f"processes {left} survive SIGKILL for {limit_seconds:g} s")
+        if now < begin + _GRACE_SECONDS:
+            left = [pid for pid in left if pid in killed or not _is_nameless(pid)]
         # A process that was killed in an earlier round is a zombie now because of that, so it is not asked again.
         trackers.update(pid for pid in left if pid not in killed and _ends_by_itself(pid))
         for pid in left:
@@ -44,6 +49,14 @@ def kill_leftovers(folder: Path, *, limit_seconds: float = 10.0) -> list[int]:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
     return sorted(killed - trackers)
+
+
+def _is_nameless(pid: int) -> bool:
+    """True for a process that has lost its command line: it ends by itself just now, or executes another program."""
+    try:
+        return _words(Path("/proc") / str(pid) / "cmdline") == [b""]
+    except OSError:
+        return True
 
 
 def _ends_by_itself(pid: int) -> bool:
