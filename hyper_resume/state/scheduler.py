@@ -104,7 +104,7 @@ def expected_scheduler_states(
 ) -> list[dict[str, Any]]:
     """Return the saved states of the schedulers that this run has, with the groups in this run's order."""
     return [
-        _reorder_groups(state, _saved_indices(scheduler, state, names or {}))
+        _with_names_in_order(_reorder_groups(state, _saved_indices(scheduler, state, names or {})))
         for scheduler, state in zip(schedulers, saved, strict=False)
     ]
 
@@ -148,7 +148,8 @@ def _collect_options(scheduler: Any, names: Mapping[int, str]) -> list[dict[str,
 
 
 def _parameter_names(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
-    return [names[id(parameter)] for parameter in group.get("params", ()) if id(parameter) in names]
+    """Return the names of a group's parameters, in an order that does not depend on the run."""
+    return sorted(names[id(parameter)] for parameter in group.get("params", ()) if id(parameter) in names)
 
 
 def _saved_indices(scheduler: Any, state: Mapping[str, Any], names: Mapping[int, str]) -> list[int]:
@@ -183,6 +184,14 @@ def _reorder_groups(state: Mapping[str, Any], places: Sequence[int]) -> dict[str
         elif key == _INNER_SCHEDULERS:
             result[key] = [_reorder_groups(part, places) for part in value]
     return result
+
+
+def _with_names_in_order(state: dict[str, Any]) -> dict[str, Any]:
+    """Sort the names of each group: earlier versions saved them in the group's order."""
+    if not state.get(_GROUP_OPTIONS):
+        return state
+    options = [{**each, _NAMES: sorted(each[_NAMES])} if _NAMES in each else each for each in state[_GROUP_OPTIONS]]
+    return {**state, _GROUP_OPTIONS: options}
 
 
 def _apply_options(scheduler: Any, state: Mapping[str, Any]) -> None:

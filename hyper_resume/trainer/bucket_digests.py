@@ -47,6 +47,8 @@ def live_digests(
     start workers.
     """
     names = names_in(trainer)
+    # First, because a state_dict that is collected below may draw.
+    streams = collect_rng(device_type(trainer))
     live: dict[str, Any] = {}
     model = collect_model(trainer.model)
     live["model"] = {name: model[name] for name in payload["model"]}
@@ -62,7 +64,7 @@ def live_digests(
         ]
         found, states = stateful_to_restore(trainer, extra_state)
         live["stateful"] = collect_stateful({name: value for name, value in found.items() if name in states})
-        live["rng_state"] = collect_rng(device_type(trainer))
+        live["rng_state"] = streams
     if "train_dataloader" in buckets:
         live["train_dataloader"] = trainer.train_dataloader.state_dict()
     return {bucket: state_digest_text(state) for bucket, state in live.items()}

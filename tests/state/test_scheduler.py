@@ -18,7 +18,7 @@ from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.checkpoint.format.extra_state import to_plain_state
 from hyper_resume.errors import CheckpointMismatchError, StateNotPlainError
 from hyper_resume.state.optimizer import apply_optimizers, collect_optimizers
-from hyper_resume.state.scheduler import apply_schedulers, collect_schedulers
+from hyper_resume.state.scheduler import apply_schedulers, collect_schedulers, expected_scheduler_states
 
 Optimizer = torch.optim.Optimizer
 Factory = Callable[[Optimizer], Any]
@@ -294,6 +294,18 @@ def test_groups_in_another_order_each_get_their_own_lr_back(name: str) -> None:
     apply_schedulers([other_scheduler], saved, other_names)
 
     assert [step[::-1] for step in advance(other, other_scheduler, range(4, 10))] == expected
+
+
+def test_parameters_of_a_group_in_another_order_are_the_same_state() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    own_names = dict(zip(map(id, parameters), ("first", "second"), strict=True))
+    one, turned = (lrs.LinearLR(torch.optim.SGD(order)) for order in (parameters, parameters[::-1]))
+    assert collect_schedulers([one], own_names) == collect_schedulers([turned], own_names)
+
+    (saved,) = collect_schedulers([one], own_names)
+    saved["group_options"][0]["params"] = ["second", "first"]  # as an earlier version saved it
+    assert expected_scheduler_states([one], [saved], own_names) == collect_schedulers([one], own_names)
+    assert saved["group_options"][0]["params"] == ["second", "first"]
 
 
 def test_an_empty_group_takes_the_place_that_is_left_over() -> None:

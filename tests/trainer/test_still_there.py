@@ -179,6 +179,19 @@ def test_a_state_dict_that_draws_moves_no_stream_of_the_training(tmp_path: Path,
     assert resumed == plain[4:]
 
 
+def test_a_state_dict_that_draws_does_not_make_the_restored_streams_inexact(tmp_path: Path) -> None:
+    class DrawsAndKeepsNothing(Drawing):
+        def state_dict(self) -> dict[str, Any]:
+            super().state_dict()
+            return {"kept": 0}
+
+    for until_step, more in ((4, {}), (6, {"restore_from": "LATEST", "on_mismatch": "error"})):
+        trainer = make_custom_trainer(tmp_path, **{"save_steps": 2, "save_epochs": 0, **more})
+        trainer.drawing = DrawsAndKeepsNothing()
+        train_custom_trainer(trainer, until_step)
+    assert _rng_part(tmp_path).verdict == "exact"
+
+
 # ---- the order of the user's calls
 
 
