@@ -13,6 +13,8 @@ _TITLE = "Restore certificate of "
 _LINE = re.compile(r"\s+(\w+)\s+(exact|degraded|absent)\b(.*)")
 # An absent bucket that no run of this trainer has lost: neither side has any.
 _NOTHING_THERE = "(neither "
+# An exact bucket of another run: what differs was declared as wanted.
+_OVERRIDDEN = "(overridden: "
 
 
 @CHECKS.register(needs=("events.log",))
@@ -58,7 +60,8 @@ def certifies(
 def certified_buckets(leg: LegEvidence) -> dict[str, str]:
     """Bucket -> ``exact``, ``nothing`` (neither side has any) or ``not exact``, in rank 0's last certificate.
 
-    Empty without a certificate. A bucket is as good as its worst rank.
+    A bucket with differences that are declared as wanted is not exact: training goes on differently, on purpose. Empty without
+    a certificate. A bucket is as good as its worst rank.
     """
     found: dict[str, str] = {}
     for line in _certificate(leg):
@@ -68,7 +71,8 @@ def certified_buckets(leg: LegEvidence) -> dict[str, str]:
         bucket, word, rest = match.groups()
         if word == "absent":
             word = "nothing" if rest.lstrip().startswith(_NOTHING_THERE) else "not exact"
-        verdict = "not exact" if word == "degraded" else word
+        is_other = word == "degraded" or rest.lstrip().startswith(_OVERRIDDEN)
+        verdict = "not exact" if is_other else word
         found[bucket] = verdict if found.get(bucket) in (None, verdict) else "not exact"
     return found
 

@@ -8,7 +8,8 @@ resumed leg's steps are compared with it, whatever the case's own checks say. It
 * the leg that saved was, at the saved step, where the reference was;
 * no fault of the script edited what the checkpoint holds.
 
-The leg that resumed may be given something else (another lr, a base model): then its certificate must not say ``exact``. It is
+The leg that resumed may be given something else (another lr, a base model): then its certificate must not say ``exact``, unless
+the difference is declared as wanted and the certificate names it (``exact (overridden: ...)``, which promises no bits). It is
 left out only where records can't be compared: another world size, or the parameter groups in another order.
 """
 

@@ -35,7 +35,9 @@ class ModelGiven:
     dtype: of all parameters.
     freeze: parameters whose name starts with one of these have ``requires_grad`` off.
     wrap: applied in this order, the last is outermost: ``compile`` puts the whole model into a module that names it
-        ``_orig_mod`` (as torch.compile does), ``checkpoint`` wraps ``hidden`` by torch's activation checkpointing.
+        ``_orig_mod`` (as torch.compile does), ``checkpoint`` wraps ``hidden`` by torch's activation checkpointing,
+        ``data-parallel`` is torch's DataParallel, which names the model ``module`` (as DistributedDataParallel does).
+    base: added to every frozen weight once the model is built; another number is another base model.
     """
 
     kind: Literal["tiny-dropout", "tied", "buffers", "running", "branch", "extra-state", "adapter", "lora"] = (
@@ -45,7 +47,8 @@ class ModelGiven:
     dropout: float = 0.25
     dtype: Literal["float32", "bfloat16"] = "float32"
     freeze: tuple[str, ...] = ()
-    wrap: tuple[Literal["compile", "checkpoint"], ...] = ()
+    wrap: tuple[Literal["compile", "checkpoint", "data-parallel"], ...] = ()
+    base: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +68,11 @@ class OptimizerGiven:
         ``lookahead`` a plain wrapper with slow weights and a count, around an AdamW;
         ``container`` a subclass of Optimizer with a dictionary of two AdamW, matrices and vectors.
     lr, weight_decay: of every group, unless the kind says otherwise (``chain``/``two``: the second has twice the lr).
+    beta2: of ``adamw``.
     groups: ``one``; ``reversed`` the parameters in reverse order; ``empty`` with an empty group after the full one;
-        ``split`` two groups of AdamW, the embedding and the rest; ``split-reversed`` those two in the other order.
-        For ``adamw``, ``sgd``, ``rmsprop``, ``adagrad``, ``lowbit``.
+        ``split`` two groups of AdamW, the embedding and the rest; ``split-reversed`` those two in the other order;
+        ``outside`` with two parameters of ``trainer.outside``, which scale the loss, after the model's, ``outside-reversed``
+        those two in the other order. For ``adamw``, ``sgd``, ``rmsprop``, ``adagrad``, ``lowbit``.
     """
 
     kind: Literal[
@@ -88,7 +93,8 @@ class OptimizerGiven:
     ] = "adamw"
     lr: float = 0.01
     weight_decay: float = 0.1
-    groups: Literal["one", "reversed", "empty", "split", "split-reversed"] = "one"
+    beta2: float = 0.999
+    groups: Literal["one", "reversed", "empty", "split", "split-reversed", "outside", "outside-reversed"] = "one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +135,7 @@ class DataGiven:
         ``foreign-drawing`` the same, which draws from torch's stream whenever its iterator is made;
         ``unsized`` an endless loader without length and state;
         ``torch`` torch's DataLoader, ``torchdata`` its StatefulDataLoader, ``nodes`` a torchdata.nodes.Loader: each in a
-        ResumableLoader.
+        ResumableLoader; ``bare-torch`` torch's DataLoader by itself.
     sampler: of a ``torch``, ``torchdata`` or ``nodes`` loader. ``none`` leaves the order to ``shuffle``; ``generator`` draws
         from a generator of its own; ``weighted`` draws with replacement; ``distributed`` gives one of two shares, in an order
         that depends on the epoch; ``own`` is a user's sampler with a private generator.
@@ -141,7 +147,7 @@ class DataGiven:
     """
 
     loader: Literal[
-        "own", "foreign", "foreign-stateful", "foreign-drawing", "unsized", "torch", "torchdata", "nodes"
+        "own", "foreign", "foreign-stateful", "foreign-drawing", "unsized", "torch", "torchdata", "nodes", "bare-torch"
     ] = "own"
     sampler: Literal["none", "generator", "weighted", "distributed", "own"] = "none"
     samples: int = 20
@@ -161,6 +167,8 @@ class DataGiven:
 class CheckpointGiven:
     """The ``checkpoint:`` block. None means that the case does not set the field, so the trainer's own default holds.
 
+    ``manager: plain-file`` is a backend of the harness, which saves and loads with ``torch.save`` and does nothing else;
+    ``plain-file-damaging`` the same, which returns another value for one weight.
     ``restore_from`` is set in the script (a leg's ``restore_from``), ``checkpoint_dir`` by the runner (see ``folder``).
     """
 
@@ -189,6 +197,8 @@ class CheckpointGiven:
     best_metric_key: str | None = None
     check_coverage: bool | None = None
     not_saved: tuple[str, ...] | None = None
+    override_on_restore: tuple[str, ...] | None = None
+    manager: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +222,8 @@ class Given:
     accumulation: micro-batches per optimizer step. clip: maximal gradient norm, None for no clipping.
     epochs: planned epochs. None (only for legs with ``until_step``): as many as that step needs.
     folder: name of the checkpoint directory inside the case's folder; may hold spaces, any letters and a trailing slash.
+    schedule_stepped: by a hand-written loop (``trainer: duck``), ``before-save`` or only ``after-save`` (``on_step_end``).
+    handed_state: a hand-written loop hands its hooks the state that it counts in, while ``trainer.state`` stays at step 0.
     save_at_step_zero: the callback's ``on_step_end`` is called once before the first step, so step 0 is saved where
         ``save_steps`` is set.
     hold_saves: a save of step N in the background becomes visible only when step N + hold_saves is trained or training is
@@ -228,7 +240,8 @@ class Given:
         the weights in a ``list``, a ``dict``, a ``namespace`` within a namespace, an attribute of a ``callback`` (base trainer
         only), or a function's ``closure``; a running mean in an ``array``; a private generator (``generator`` torch's,
         ``python-generator``, ``numpy-generator``); a ``counter`` that an object with a ``state_dict`` leaves out of it;
-        ``watched``: a list again, which the loss does not depend on.
+        ``watched``: a list again, which the loss does not depend on; ``drawing``: an object whose ``state_dict`` draws from
+        all three streams; ``unsaveable``: an object whose ``state_dict`` holds a function.
     """
 
     trainer: Literal["base", "duck"] = "base"
@@ -247,6 +260,8 @@ class Given:
     accumulation: int = 1
     clip: float | None = 1.0
     epochs: int | None = None
+    schedule_stepped: Literal["before-save", "after-save"] = "before-save"
+    handed_state: bool = False
     folder: str = "checkpoints"
     save_at_step_zero: bool = False
     hold_saves: int = 0
@@ -266,6 +281,8 @@ class Given:
             "numpy-generator",
             "counter",
             "watched",
+            "drawing",
+            "unsaveable",
         ]
         | None
     ) = None

@@ -129,6 +129,7 @@ _MODULES = tuple(
         "refusals",
         "restored_state",
         "retention_and_locks",
+        "same_run",
         "schedules_and_streams",
         "several_ranks",
         "verification",

@@ -124,11 +124,17 @@ def build_model(given: ModelGiven) -> nn.Module:
     for name, parameter in model.named_parameters():
         if any(name.startswith(prefix) for prefix in given.freeze):
             parameter.requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if given.base and not parameter.requires_grad:
+                parameter.add_(given.base)
     if given.kind == "lora":
         model = _with_lora(model)
     for wrapper in given.wrap:
         if wrapper == "compile":
             model = CompiledLike(model)
+        elif wrapper == "data-parallel":
+            model = nn.DataParallel(model)
         else:
             net.hidden = checkpoint_wrapper(net.hidden)
     return model
@@ -198,7 +204,18 @@ class OpaqueWrapper:
         return self._groups()
 
 
-def build_optimizer(model: nn.Module, given: OptimizerGiven) -> tuple[Any, list[torch.optim.Optimizer]]:
+def build_outside(given: OptimizerGiven) -> nn.ParameterDict | None:
+    """Return the parameters of one number each that the model does not have; None where the case has none."""
+    if given.groups not in ("outside", "outside-reversed"):
+        return None
+    return nn.ParameterDict(
+        {name: nn.Parameter(torch.tensor(value)) for name, value in (("gain", 0.5), ("bend", -0.5))}
+    )
+
+
+def build_optimizer(
+    model: nn.Module, given: OptimizerGiven, outside: nn.ParameterDict | None = None
+) -> tuple[Any, list[torch.optim.Optimizer]]:
     """Return the trainer's optimizer, and the plain optimizers inside it."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parameters = [parameter for _, parameter in named]
@@ -228,12 +245,13 @@ def build_optimizer(model: nn.Module, given: OptimizerGiven) -> tuple[Any, list[
         plain = _adamw(parameters, given)
         return (Wrapper(plain) if given.kind == "wrapper" else OpaqueWrapper(plain)), [plain]
     else:
-        plain = _PLAIN[given.kind](_groups(named, given), given)
+        plain = _PLAIN[given.kind](_groups(named, given, list((outside or {}).values())), given)
     return plain, [plain]
 
 
 def _adamw(parameters: Any, given: OptimizerGiven, *, lr: float | None = None) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=lr or given.lr, weight_decay=given.weight_decay, foreach=False)
+    betas = (0.9, given.beta2)
+    return torch.optim.AdamW(parameters, lr=lr or given.lr, betas=betas, weight_decay=given.weight_decay, foreach=False)
 
 
 _PLAIN: Mapping[str, Callable[[Any, OptimizerGiven], torch.optim.Optimizer]] = {
@@ -247,7 +265,9 @@ _PLAIN: Mapping[str, Callable[[Any, OptimizerGiven], torch.optim.Optimizer]] = {
 }
 
 
-def _groups(named: list[tuple[str, nn.Parameter]], given: OptimizerGiven) -> list[dict[str, Any]]:
+def _groups(
+    named: list[tuple[str, nn.Parameter]], given: OptimizerGiven, outside: list[nn.Parameter]
+) -> list[dict[str, Any]]:
     parameters = [parameter for _, parameter in named]
     embedding = [parameter for name, parameter in named if "embed_tokens" in name]
     rest = [parameter for name, parameter in named if "embed_tokens" not in name]
@@ -259,6 +279,8 @@ def _groups(named: list[tuple[str, nn.Parameter]], given: OptimizerGiven) -> lis
         "empty": [{"params": parameters}, {"params": []}],
         "split": split,
         "split-reversed": split[::-1],
+        "outside": [{"params": [*parameters, *outside]}],
+        "outside-reversed": [{"params": [*parameters, *outside[::-1]]}],
     }
     return layouts[given.groups]
 

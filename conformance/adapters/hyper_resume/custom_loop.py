@@ -8,6 +8,7 @@ import torch
 
 from conformance.adapters.hyper_resume.leg import Leg
 from hyper_resume.data import ResumableLoader
+from hyper_resume.trainer.callbacks import TrainerState
 
 
 def drive_custom_loop(leg: Leg) -> None:
@@ -22,8 +23,19 @@ def drive_custom_loop(leg: Leg) -> None:
     while not _is_done(leg) and epoch < (leg.given.epochs or epoch + 1):
         _epoch(leg, epoch)
         epoch += 1
-    for callback in callbacks:
-        callback.on_train_end(trainer.state)
+    _call(leg, "on_train_end")
+
+
+def _call(leg: Leg, hook: str) -> None:
+    """Call a hook with the loop's state; with ``handed_state`` the trainer's own is another one meanwhile, at step 0."""
+    trainer, counted = leg.trainer, leg.trainer.state
+    if leg.given.handed_state:
+        trainer.state = TrainerState()
+    try:
+        for callback in trainer.callbacks:
+            getattr(callback, hook)(counted)
+    finally:
+        trainer.state = counted
 
 
 def _is_done(leg: Leg) -> bool:
@@ -55,8 +67,7 @@ def _epoch(leg: Leg, epoch: int) -> None:
             _step(leg, window)
             _report_step(leg)
     if exhausted or trainer.state.batch_index + 1 == _batches_per_epoch(loader):
-        for callback in trainer.callbacks:
-            callback.on_epoch_end(trainer.state)
+        _call(leg, "on_epoch_end")
         leg.probe.moment("after_epoch", trainer.state.global_step)
     trainer.data_iterator = None
 
@@ -81,7 +92,8 @@ def _step(leg: Leg, window: list[Any]) -> None:
     state.grad_norm = float(torch.nn.utils.clip_grad_norm_(trainable, limit))
     state.lrs = [float(group["lr"]) for optimizer in leg.optimizers for group in optimizer.param_groups]
     optimizers = leg.optimizer if isinstance(leg.optimizer, list) else [leg.optimizer]
-    for part in [*optimizers, *leg.schedulers]:
+    is_before = leg.given.schedule_stepped == "before-save"
+    for part in [*optimizers, *(leg.schedulers if is_before else ())]:
         part.step()
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -92,6 +104,8 @@ def _step(leg: Leg, window: list[Any]) -> None:
 
 def _report_step(leg: Leg) -> None:
     leg.report_step()
-    for callback in leg.trainer.callbacks:
-        callback.on_step_end(leg.trainer.state)
+    _call(leg, "on_step_end")
+    if leg.given.schedule_stepped == "after-save":
+        for scheduler in leg.schedulers:
+            scheduler.step()
     leg.probe.moment("after_step", leg.trainer.state.global_step)

@@ -238,6 +238,7 @@ def loss_of(
     generator: torch.Generator | None = None,
     scaler: Scaler | None = None,
     hidden: HiddenState | None = None,
+    outside: nn.ParameterDict | None = None,
 ) -> Callable[[nn.Module, Any], torch.Tensor]:
     """Return (model, batch) -> mean squared error of i / 64, scaled by what ``noise``, ``extras`` and ``hidden`` say.
 
@@ -256,6 +257,8 @@ def loss_of(
             scale = scale + 0.1 * noise.float()
         if hidden is not None:
             scale = scale * hidden.factor()
+        if outside is not None:
+            scale = scale * (1.0 + outside["gain"] * torch.tanh(outside["bend"]))
         loss: torch.Tensor = (scale * (model(ids % VOCABULARY) - ids / VOCABULARY) ** 2).mean()
         return loss if scaler is None else loss * scaler.scale
 

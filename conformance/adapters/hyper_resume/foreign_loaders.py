@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 from conformance.matrix.given import Given
 from hyper_resume.data import ResumableLoader
 
-FOREIGN = ("torch", "torchdata", "nodes")
+FOREIGN = ("torch", "torchdata", "nodes", "bare-torch")
 
 
 class OwnSampler(Sampler[int]):
@@ -34,23 +34,22 @@ class OwnSampler(Sampler[int]):
         return iter(order)
 
 
-def build_foreign_loader(given: Given, dataset: Any) -> ResumableLoader:
-    """The loader that ``given.data`` names, with its sampler, in a ``ResumableLoader``."""
+def build_foreign_loader(given: Given, dataset: Any) -> Any:
+    """The loader that ``given.data`` names, with its sampler, in a ``ResumableLoader`` unless it is bare."""
     data = given.data
     sampler = _sampler(given, dataset)
     if data.loader == "nodes":
         return ResumableLoader(_nodes(dataset, sampler or RandomSampler(dataset), data.batch_size))
-    kind = DataLoader if data.loader == "torch" else _stateful_dataloader()
-    return ResumableLoader(
-        kind(
-            dataset,
-            batch_size=data.batch_size,
-            sampler=sampler,
-            shuffle=data.shuffle if sampler is None else None,
-            num_workers=data.workers,
-            drop_last=data.drop_last,
-        )
+    kind = _stateful_dataloader() if data.loader == "torchdata" else DataLoader
+    loader = kind(
+        dataset,
+        batch_size=data.batch_size,
+        sampler=sampler,
+        shuffle=data.shuffle if sampler is None else None,
+        num_workers=data.workers,
+        drop_last=data.drop_last,
     )
+    return loader if data.loader == "bare-torch" else ResumableLoader(loader)
 
 
 def _sampler(given: Given, dataset: Dataset[Any]) -> Sampler[int] | None:

@@ -30,8 +30,8 @@ class HiddenState:
         self.holder = _made(kind, [parameter.detach().clone() for parameter in model.parameters()], seed)
 
     def factor(self) -> float:
-        """What the loss of a micro-batch is multiplied by; ``watched`` has no effect."""
-        if self.kind == "watched":
+        """What the loss of a micro-batch is multiplied by; some kinds have no effect."""
+        if self.kind in ("watched", "drawing", "unsaveable"):
             return 1.0
         if self.kind == "generator":
             return 1.0 + 0.1 * float(torch.rand((), generator=self.holder.noise))
@@ -82,6 +82,8 @@ def _made(kind: str, average: list[torch.Tensor], seed: int) -> Any:
         "python-generator": lambda: SimpleNamespace(noise=random.Random(seed)),
         "numpy-generator": lambda: SimpleNamespace(noise=np.random.default_rng(seed)),
         "counter": lambda: ForgetfulAverage(average),
+        "drawing": DrawingState,
+        "unsaveable": UnsaveableState,
     }
     return makers[kind]()
 
@@ -106,6 +108,31 @@ class ForgetfulAverage:
         """Take them back."""
         for place, tensor in enumerate(self.average):
             tensor.copy_(state[str(place)])
+
+
+class DrawingState:
+    """Nothing but a ``state_dict`` that draws from torch's, Python's and NumPy's streams."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Draw; the state itself is always the same."""
+        torch.rand(())
+        random.random()
+        np.random.rand()
+        return {"nothing": 0}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """There is nothing to take back."""
+
+
+class UnsaveableState:
+    """A state that holds a function, which can't be read back safely."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """A function."""
+        return {"made": _made}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """There is nothing to take back."""
 
 
 class AverageCallback(Callback):

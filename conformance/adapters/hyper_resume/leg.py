@@ -12,6 +12,7 @@ from torch import nn
 
 from conformance.adapters.hyper_resume import components as parts
 from conformance.adapters.hyper_resume import data_components as data_components
+from conformance.adapters.hyper_resume import plain_file_backend as plain_file_backend  # registers itself
 from conformance.adapters.hyper_resume.components import TroubleError
 from conformance.adapters.hyper_resume.data_components import StepCounter
 from conformance.adapters.hyper_resume.event_reporter import EventReporter
@@ -42,7 +43,8 @@ class Leg(EventReporter):
         self.share, self.shares, self.dp_group = rank, job.world_size, group
         data_components.seed_streams(self.given.seed)
         self.model = self._spread(parts.build_model(self.given.model).to(self.device))
-        self.optimizer, self.optimizers = parts.build_optimizer(self.model, self.given.optimizer)
+        self.outside = parts.build_outside(self.given.optimizer)
+        self.optimizer, self.optimizers = parts.build_optimizer(self.model, self.given.optimizer, self.outside)
         self.schedulers = parts.build_schedulers(self.optimizers, self.given.scheduler)
         self.loader, self.dataset = data_components.build_data(self.given, rank=self.share, world_size=self.shares)
         self.extras = self._build_extras()
@@ -50,7 +52,7 @@ class Leg(EventReporter):
         kind = self.given.hidden
         self.hidden = None if kind is None else HiddenState(kind, self.model, self.given.seed + 9)
         self.loss_function = data_components.loss_of(
-            self.given, self.seen, self.extras.get("generator"), self.extras.get("scaler"), self.hidden
+            self.given, self.seen, self.extras.get("generator"), self.extras.get("scaler"), self.hidden, self.outside
         )
         # Each data share draws from streams of its own, seeded anew after the objects are built.
         data_components.seed_streams(self.given.seed + 1000 + self.share)
@@ -175,7 +177,8 @@ class Leg(EventReporter):
 
     def _held_by_trainer(self) -> dict[str, Any]:
         hidden = self.hidden
-        return {} if hidden is None or hidden.kind == "callback" else {"hidden": hidden.holder}
+        held = {} if hidden is None or hidden.kind == "callback" else {"hidden": hidden.holder}
+        return held if self.outside is None else {**held, "outside": self.outside}
 
     def _custom_trainer(self) -> Any:
         """A namespace with the attributes that specification 5.2 names, and the extras."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from conformance.running.probe import describe, digest, flatten
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")
 
 
 def plain_name(name: str) -> str:

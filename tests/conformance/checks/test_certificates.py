@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from conformance.checks.certificates import certified_buckets
 from conformance.records.evidence import Evidence
 from hyper_resume.state.certificate import Certificate, certify_bucket
 from tests.conformance.evidence_made import evidence, leg, status
@@ -71,3 +72,10 @@ def test_certifies_fails_without_a_certificate_and_can_not_judge_without_a_wish(
     found = evidence(leg(tmp_path))
     assert status(found, "certifies", leg="resumed", exact=["model"]) == ("failed", "model")
     assert status(found, "certifies", leg="resumed")[0] == "error"
+
+
+def test_a_bucket_with_declared_differences_is_exact_and_not_the_same_run(tmp_path: Path) -> None:
+    found = printed(tmp_path, part("model"), part("optimizer", overridden=["optimizer.lr: 0.1 -> 0.2"]))
+    reasons = ["overridden: optimizer.lr: 0.1 -> 0.2"]
+    assert status(found, "certifies", leg="resumed", exact=["model", "optimizer"], reasons=reasons)[0] == "passed"
+    assert certified_buckets(found.leg("resumed")) == {"model": "exact", "optimizer": "not exact"}

@@ -159,7 +159,13 @@ def test_a_bucket_that_is_not_exact_explains_what_it_can_change_in_the_first_ste
 
 
 @pytest.mark.parametrize(
-    "words", ["degraded (a reason)", "absent (not asked for)", "absent (the checkpoint holds none)"]
+    "words",
+    [
+        "degraded (a reason)",
+        "absent (not asked for)",
+        "absent (the checkpoint holds none)",
+        "exact (overridden: model.dropout.p: 0.25 -> 0.5)",
+    ],
 )
 def test_from_the_second_step_on_any_bucket_that_is_not_exact_explains_everything(tmp_path: Path, words: str) -> None:
     of = made(tmp_path, {**EXACT, **NOTHING, "model": words}, lambda item, rank: item.update(loss=9.0))
