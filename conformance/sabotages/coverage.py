@@ -9,6 +9,7 @@ from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _COVERAGE = "hyper_resume.state.coverage"
 _RESTORE = "hyper_resume.trainer.restore"
+_MESH = "hyper_resume.trainer.run_mesh"
 
 
 @sabotage("coverage-finds-nothing")
@@ -87,7 +88,7 @@ def _certify_as_exact(put: Saboteur) -> None:
 
 @sabotage("streams-skipped-and-certified")
 def _streams_skipped_and_certified(put: Saboteur) -> None:
-    put.replace(f"{_RESTORE}:apply_rng", lambda original, *args: None)
+    put.replace(f"{_MESH}:apply_rng", lambda original, *args: None)
     _certify_as_exact(put)
 
 

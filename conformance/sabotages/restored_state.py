@@ -7,11 +7,12 @@ from typing import Any
 from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _RESTORE = "hyper_resume.trainer.restore"
+_MESH = "hyper_resume.trainer.run_mesh"
 
 
 @sabotage("rng-not-restored")
 def _rng_not_restored(put: Saboteur) -> None:
-    put.replace(f"{_RESTORE}:apply_rng", lambda original, *args: None)
+    put.replace(f"{_MESH}:apply_rng", lambda original, *args: None)
 
 
 @sabotage("moments-zeroed")

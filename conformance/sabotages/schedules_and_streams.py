@@ -8,6 +8,7 @@ from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _PAYLOAD = "hyper_resume.trainer.payload"
 _RESTORE = "hyper_resume.trainer.restore"
+_MESH = "hyper_resume.trainer.run_mesh"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
 _SCHEDULER = "hyper_resume.state.scheduler"
 _EXTRA_STATE = "hyper_resume.checkpoint.format.extra_state"
@@ -87,7 +88,7 @@ def _keep(put: Saboteur, *streams: str) -> None:
         own = collect_rng(device_type)
         original({**saved, **{name: own[name] for name in streams}}, device_type)
 
-    put.replace(f"{_RESTORE}:apply_rng", apply)
+    put.replace(f"{_MESH}:apply_rng", apply)
 
 
 @sabotage("torch-stream-forgotten")
@@ -118,11 +119,11 @@ def _draw() -> None:
 
 @sabotage("save-draws-from-a-stream")
 def _save_draws_from_a_stream(put: Saboteur) -> None:
-    def collect(original: Any, *args: Any) -> Any:
+    def save(original: Any, *args: Any, **how: Any) -> None:
+        original(*args, **how)
         _draw()
-        return original(*args)
 
-    put.replace(f"{_CALLBACK}:collect_payload", collect)
+    put.replace(f"{_CALLBACK}:CheckpointerCallback._save_checkpoint", save)
 
 
 @sabotage("no-device-stream-refused")
@@ -133,7 +134,7 @@ def _no_device_stream_refused(put: Saboteur) -> None:
             raise RuntimeError("no stream of the device")
         original(saved, device_type)
 
-    put.replace(f"{_RESTORE}:apply_rng", apply, fires=False)
+    put.replace(f"{_MESH}:apply_rng", apply, fires=False)
 
 
 @sabotage("rng-before-iterator")
@@ -163,7 +164,7 @@ def _rng_of_the_seed(put: Saboteur) -> None:
         np.random.seed(1234)
         torch.manual_seed(1234)
 
-    put.replace(f"{_RESTORE}:apply_rng", apply)
+    put.replace(f"{_MESH}:apply_rng", apply)
 
 
 @sabotage("read-by-write-flags")

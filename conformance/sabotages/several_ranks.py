@@ -10,6 +10,7 @@ from typing import Any
 from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _RESTORE = "hyper_resume.trainer.restore"
+_MESH = "hyper_resume.trainer.run_mesh"
 _CALLBACK_MODULE = "hyper_resume.trainer.callbacks.checkpointer"
 _CALLBACK = f"{_CALLBACK_MODULE}:CheckpointerCallback"
 _STORAGE = "hyper_resume.checkpoint.dcp:DistributedCheckpointer"
@@ -26,7 +27,7 @@ def _streams_of_rank_0_for_all(put: Saboteur) -> None:
 
         original(collective.on_rank_zero(lambda: saved), device_type)
 
-    put.replace(f"{_RESTORE}:apply_rng", apply)
+    put.replace(f"{_MESH}:apply_rng", apply)
 
 
 @sabotage("places-by-rank-number")
