@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-HOLD_SECONDS = 2.0
+HOLD_SECONDS = 4.0
 # How long the end of the process waits for the store's answers, beyond the time that a warning is held.
 ANSWER_SECONDS = 1.0
 _POLL_SECONDS = 0.05
@@ -99,7 +99,7 @@ class _Comparison:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Wait for the answers about what is still held, 3 s at most; a warning without an answer is written."""
+        """Wait for the answers about what is still held, 5 s at most; a warning without an answer is written."""
         with self._changed:
             self._is_finishing = True
             self._changed.notify_all()
