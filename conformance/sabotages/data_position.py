@@ -97,8 +97,8 @@ def _position_restored_behind_the_iterator(put: Saboteur) -> None:
         waiting.append(saved)
         return False
 
-    def open_iterator(original: Any, trainer: Any) -> Any:
-        iterator = original(trainer)
+    def open_iterator(original: Any, trainer: Any, epoch: int) -> Any:
+        iterator = original(trainer, epoch)
         while waiting:
             trainer.train_dataloader.load_state_dict(waiting.pop())
         return iterator
