@@ -299,13 +299,14 @@ def _finished_run_saved_again(put: Saboteur) -> None:
 
 @sabotage("saving-draws-a-number")
 def _saving_draws_a_number(put: Saboteur) -> None:
-    def collect(original: Any, trainer: Any, config: Any) -> Any:
+    def changeable(original: Any, *args: Any) -> Any:
         import torch
 
         torch.rand(())
-        return original(trainer, config)
+        return original(*args)
 
-    put.replace("hyper_resume.trainer.callbacks.checkpointer:collect_payload", collect)
+    # Behind the collection, whose draws are put back.
+    put.replace("hyper_resume.trainer.unchanged_buckets:UnchangedBuckets.changeable", changeable)
 
 
 def _moved_by(batches: int) -> Any:

@@ -63,7 +63,7 @@ def _rng_left_out(put: Saboteur) -> None:
 
 @sabotage("extras-left-out")
 def _extras_left_out(put: Saboteur) -> None:
-    put.replace(f"{_PAYLOAD}:collect_stateful", lambda original, found: {})
+    put.replace(f"{_PAYLOAD}:local_states", lambda original, states: {})
 
 
 @sabotage("buffers-left-out")
