@@ -1,7 +1,7 @@
 """How the ranks of one command share a terminal or a file: a warning that rank 0 logs too is not repeated by other ranks.
 
 The ranks compare what they log through the process group's store, which needs no collective: rank 0 puts a mark there for each
-of its warnings, and another rank holds a warning of its own for :data:`HOLD_SECONDS` before it looks for that mark.
+of its warnings, and another rank holds a warning of its own, for :data:`HOLD_SECONDS` at most, while it looks for that mark.
 
 The store may never answer: its host was stopped, or the network to it is gone, and torch waits for it without a limit. So only
 a thread of its own talks to it, never one that logs, and never with a lock held.
@@ -21,9 +21,9 @@ from collections.abc import Callable
 from typing import Any
 
 HOLD_SECONDS = 4.0
-# How long the end of the process waits for the store's answers, beyond the time that a warning is held.
+# How long the end of the process waits for the store's answers.
 ANSWER_SECONDS = 1.0
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.1
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Back to the start of the line, and clear it: rank 0's progress bar may stand there.
 _CLEAR_LINE = "\r\x1b[K"
@@ -99,11 +99,11 @@ class _Comparison:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Wait for the answers about what is still held, 5 s at most; a warning without an answer is written."""
+        """Wait until each warning that is held was asked for once, 1 s at most; those without an answer are written."""
         with self._changed:
             self._is_finishing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._waiting and not self._is_writing, HOLD_SECONDS + ANSWER_SECONDS)
+            self._changed.wait_for(lambda: not self._waiting and not self._is_writing, ANSWER_SECONDS)
             unanswered = [] if self._rank == 0 else [record for _, record in self._waiting]
             self._waiting.clear()
         for record in unanswered:
@@ -135,12 +135,13 @@ class _Comparison:
             return False
         while not (is_marked := bool(self._ask(lambda: self._store.check([_key(record)])))):
             left = deadline - time.monotonic()
-            if left <= 0:
+            # At the end of the process it was asked once; rank 0, which may keep the store, ends as well.
+            if left <= 0 or self._is_finishing:
                 break
             with self._changed:
-                # At the end of the process it is looked for all the time, so that an answer does not delay it.
-                self._changed.wait_for(lambda: self._is_finishing, left)
-            time.sleep(_POLL_SECONDS if self._is_finishing else 0.0)
+                self._changed.wait_for(lambda: self._is_finishing, min(left, _POLL_SECONDS))
+                if self._is_finishing:
+                    break
         return not is_marked
 
     def _ask(self, call: Callable[[], Any]) -> Any:
@@ -148,6 +149,7 @@ class _Comparison:
             return call() if self._store is not None else None
         except RuntimeError:
             # The process that kept the store is gone; the other ranks then repeat what this one logs.
+            self._store = None
             return None
 
 

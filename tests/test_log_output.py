@@ -89,7 +89,7 @@ def test_a_rank_whose_store_no_longer_answers_logs_what_it_held_and_ends(
         os.kill(store.pid, signal.SIGSTOP if lost == "stopped" else signal.SIGKILL)
         time.sleep(0.2)
         seconds, messages = logged(pipe, tmp_path / "err")
-    assert seconds < HOLD_SECONDS + ANSWER_SECONDS + 1.0
+    assert seconds < ANSWER_SECONDS + 1.0
     assert sorted(messages) == ["the next line", "warning 0", "warning 1", "warning 2"]
     # What is no warning waits for nobody.
     assert messages[0] == "the next line"

@@ -224,6 +224,5 @@ def test_a_warning_of_all_ranks_is_printed_once_and_one_of_a_single_rank_with_it
         first, second = _ranks(folder, "--checkpoint.staging_dir=elsewhere", "--training.max_steps=2")
     assert first.count("checkpoint.staging_dir is reserved") == 1
     assert "only here" not in first
-    assert len(second.splitlines()) == 1, second
     (line,) = second.splitlines()
     assert re.fullmatch(r"\[rank 1\] [\d-]+ [\d:,]+ WARNING mine: only here", line)
