@@ -112,7 +112,8 @@ def refuse_sharded_parts(found: Mapping[str, Any], what: str) -> None:
         CheckpointMismatchError: names the object.
     """
     for name, value in found.items():
-        if hasattr(value, "state_dict") and _has_shards(value.state_dict()):
+        tensors = _sharded_in(value.state_dict(), name) if hasattr(value, "state_dict") else ()
+        if any(tensor.to_local().shape != tensor.shape for _, tensor in tensors):
             raise CheckpointMismatchError(
                 describe(
                     f"the saved part of {name} does not fit this rank",
@@ -121,14 +122,6 @@ def refuse_sharded_parts(found: Mapping[str, Any], what: str) -> None:
                     do="resume with the number of ranks and the parallel sizes that were saved",
                 )
             )
-
-
-def _has_shards(value: Any) -> bool:
-    if isinstance(value, DTensor):
-        return value.to_local().shape != value.shape
-    if isinstance(value, Mapping):
-        return any(_has_shards(item) for item in value.values())
-    return isinstance(value, (list, tuple)) and any(_has_shards(item) for item in value)
 
 
 def sharded_paths(found: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
@@ -140,17 +133,17 @@ def sharded_paths(found: Mapping[str, Any], states: Mapping[str, Any]) -> list[s
         path
         for name, value in found.items()
         if not getattr(value, "restores_sharding", False)
-        for path in _sharded_in(states[name], name)
+        for path, _ in _sharded_in(states[name], name)
     )
 
 
-def _sharded_in(state: Any, path: str) -> Iterator[str]:
+def _sharded_in(state: Any, path: str) -> Iterator[tuple[str, DTensor]]:
     if isinstance(state, DTensor):
-        yield path
+        yield path, state
     elif isinstance(state, Mapping):
         for key, item in state.items():
             yield from _sharded_in(item, f"{path}.{key}")
-    elif type(state) in (list, tuple):
+    elif isinstance(state, (list, tuple)):
         for place, item in enumerate(state):
             yield from _sharded_in(item, f"{path}.{place}")
 
