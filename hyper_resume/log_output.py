@@ -135,12 +135,9 @@ class _Comparison:
             return False
         while not (is_marked := bool(self._ask(lambda: self._store.check([_key(record)])))):
             left = deadline - time.monotonic()
-            # At the end of the process it was asked once; rank 0, which may keep the store, ends as well.
-            if left <= 0 or self._is_finishing:
-                break
             with self._changed:
-                self._changed.wait_for(lambda: self._is_finishing, min(left, _POLL_SECONDS))
-                if self._is_finishing:
+                # At the end of the process it was asked once; rank 0, which may keep the store, ends as well.
+                if left <= 0 or self._changed.wait_for(lambda: self._is_finishing, min(left, _POLL_SECONDS)):
                     break
         return not is_marked
 
