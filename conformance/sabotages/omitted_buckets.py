@@ -63,7 +63,7 @@ def _rng_left_out(put: Saboteur) -> None:
 
 @sabotage("extras-left-out")
 def _extras_left_out(put: Saboteur) -> None:
-    put.replace(f"{_PAYLOAD}:local_states", lambda original, states: {})
+    put.replace(f"{_PAYLOAD}:local_states", lambda original, states, **options: {})
 
 
 @sabotage("buffers-left-out")

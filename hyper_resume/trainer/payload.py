@@ -8,7 +8,7 @@ they exist.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from hyper_resume.state.optimizer import (
 from hyper_resume.state.own_state import own_states
 from hyper_resume.state.rng import collect_rng, streams_kept
 from hyper_resume.state.scheduler import collect_schedulers
-from hyper_resume.state.stateful import collect_stateful, find_stateful, live_states, local_states, sharded_paths
+from hyper_resume.state.stateful import find_stateful, live_states, local_states, sharded_paths
 from hyper_resume.trainer.requirements import as_config
 from hyper_resume.trainer.resume_point import knows_position
 from hyper_resume.trainer.saved_names import SavedNames
@@ -70,6 +70,15 @@ def collect_extra_state(trainer: Any, state: Any = None) -> dict[str, Any]:
 
     ``state`` holds the counters; None means ``trainer.state``.
     """
+    return _extra_state(
+        trainer,
+        state,
+        lambda: collect_dataloader(getattr(trainer, "data_iterator", None), trainer.train_dataloader),
+        copied=True,
+    )
+
+
+def _extra_state(trainer: Any, state: Any, position: Callable[[], Any], *, copied: bool) -> dict[str, Any]:
     # First, because the state_dict of another object may draw; the caller puts the streams back behind it.
     streams = collect_rng(device_type(trainer))
     found = stateful_of(trainer)
@@ -79,8 +88,8 @@ def collect_extra_state(trainer: Any, state: Any = None) -> dict[str, Any]:
         **collect_progress(trainer, state),
         **({SHARDED: sharded} if sharded else {}),
         "lr_scheduler": collect_schedulers(as_list(trainer.lr_scheduler), names_in(trainer)),
-        "train_dataloader": collect_dataloader(getattr(trainer, "data_iterator", None), trainer.train_dataloader),
-        "stateful": local_states(states),
+        "train_dataloader": position(),
+        "stateful": local_states(states, copied=copied),
         "rng_state": streams,
     }
 
@@ -94,13 +103,9 @@ def collect_for_trial(trainer: Any, config: CheckpointingConfig, state: Any) -> 
         payload = collect_payload(trainer, config)
         if config.save_train_state:
             loader = trainer.train_dataloader
-            payload["extra_state"] = {
-                **collect_progress(trainer, state),
-                "lr_scheduler": collect_schedulers(as_list(trainer.lr_scheduler), names_in(trainer)),
-                "train_dataloader": loader.state_dict() if knows_position(loader) else None,
-                "stateful": collect_stateful(stateful_of(trainer), copied=False),
-                "rng_state": collect_rng(device_type(trainer)),
-            }
+            payload["extra_state"] = _extra_state(
+                trainer, state, lambda: loader.state_dict() if knows_position(loader) else None, copied=False
+            )
         return payload
 
 
