@@ -186,8 +186,11 @@ def test_what_a_killed_trial_leaves_is_removed_by_the_next_run(tmp_path: Path) -
     left = tmp_path / ".trial.0123456789ab"
     left.mkdir()
     (left / "rank_0").write_text("")
+    other = tmp_path / ".trial.mine"
+    other.mkdir()
     CheckpointerCallback(make_custom_trainer(tmp_path)).on_train_begin()
     assert not left.exists()
+    assert other.is_dir()
 
 
 # ---- a configuration of another class

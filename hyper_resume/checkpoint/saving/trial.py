@@ -16,6 +16,7 @@ from hyper_resume.checkpoint.tensors.flattening import flatten
 from hyper_resume.errors import CheckpointSaveError, HyperResumeError, describe
 
 _PREFIX = ".trial."
+_DIGITS = 12
 
 
 def try_state(state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
@@ -49,10 +50,10 @@ def try_root(root: Path, group: dist.ProcessGroup | None) -> None:
 def _make(root: Path) -> Path:
     operations.make_directories(root)
     lock.acquire(root)
-    # Left by a run that was killed here; the lock is this run's.
-    for left in root.glob(f"{_PREFIX}*"):
+    # Left by a run that was killed here; the lock is this run's. Another name with this beginning is somebody else's.
+    for left in root.glob(f"{_PREFIX}{'[0-9a-f]' * _DIGITS}"):
         layout.remove(left)
-    folder = root / f"{_PREFIX}{uuid.uuid4().hex[:12]}"
+    folder = root / f"{_PREFIX}{uuid.uuid4().hex[:_DIGITS]}"
     operations.make_directories(folder)
     return folder
 
