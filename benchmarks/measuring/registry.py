@@ -15,6 +15,7 @@ MODULES: Mapping[str, str] = {
     "small": "benchmarks.subjects.small",
     "async": "benchmarks.subjects.asynchronous",
     "digests": "benchmarks.subjects.digests",
+    "callback": "benchmarks.subjects.callback",
     "ranks": "benchmarks.subjects.ranked",
     "planning": "benchmarks.subjects.planning",
     "nothing-when-off": "benchmarks.subjects.nothing_when_off",
