@@ -1,1 +1,1 @@
-"""System tests: real processes are started, killed, verified dead, resumed, and compared with an uninterrupted run."""
+"""System tests under torchrun: scenarios, random kills (soak), kills at each file operation of a save (sweep)."""

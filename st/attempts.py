@@ -21,12 +21,12 @@ from conformance.checks.compare import ComparisonError, compare_trajectories
 from conformance.matrix.faults import POINTER_NAME
 from conformance.matrix.given import complete
 from conformance.matrix.script import LegFault
+from conformance.processes.launching import Launcher
 from conformance.records.comparison import Divergence
 from conformance.records.evidence import EvidenceError, LegEvidence, unexpected_ends
 from conformance.records.results import LegRecord
 from conformance.records.trajectory import Trajectory
 from conformance.running.adapter import Adapter, Job, JobFault
-from conformance.running.launching import Launcher
 from conformance.running.legs import LegPlan, run_leg
 from conformance.running.references import References
 

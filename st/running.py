@@ -8,12 +8,12 @@ from pathlib import Path
 
 from conformance.matrix.case import Case, load_cases
 from conformance.matrix.platforms import Platform, load_platforms
+from conformance.processes.launching import Launcher
+from conformance.processes.local import LocalLauncher
+from conformance.processes.torchrun import Torchrun
 from conformance.records.results import ResultRecord
 from conformance.running.adapter import build_adapter
-from conformance.running.launching import Launcher
-from conformance.running.processes import LocalLauncher
 from conformance.running.session import Session
-from st.torchrun import Torchrun
 
 SCENARIOS = Path(__file__).with_name("scenarios")
 PLATFORMS = Path(__file__).with_name("platforms.yaml")

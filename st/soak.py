@@ -17,10 +17,10 @@ from typing import Any, TypeAlias
 
 from conformance.matrix.given import complete
 from conformance.matrix.script import LegFault, Moment
+from conformance.processes.launching import Launcher
 from conformance.records.results import KillRecord, Outcome
 from conformance.records.trajectory import Trajectory, TrajectoryRecord
 from conformance.running.adapter import Adapter
-from conformance.running.launching import Launcher
 from conformance.running.references import References
 from st.attempts import LATEST, Attempt, AttemptRunner, InconclusiveError, Training, ViolationError, reference_of
 

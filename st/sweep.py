@@ -19,9 +19,9 @@ from typing import Any
 
 from conformance.matrix.disk_changes import selects_operation
 from conformance.matrix.script import LegFault
+from conformance.processes.launching import Launcher
 from conformance.records.results import KillRecord, Outcome
 from conformance.running.adapter import Adapter
-from conformance.running.launching import Launcher
 from conformance.running.references import References
 from st.attempts import (
     LATEST,

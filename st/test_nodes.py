@@ -23,12 +23,12 @@ import pytest
 from conformance.checks.compare import compare_trajectories
 from conformance.matrix.faults import POINTER_NAME
 from conformance.matrix.given import complete
+from conformance.processes import process_tree
+from conformance.processes.local import QUIET, LocalLauncher
+from conformance.processes.torchrun import free_port
 from conformance.records.trajectory import Trajectory, read_trajectory, trajectory_path
 from conformance.running.adapter import Job, build_adapter
 from conformance.running.legs import LegPlan, run_leg
-from conformance.running.processes import QUIET, LocalLauncher
-from st import processes
-from st.torchrun import free_port
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 _CONFIG = "examples/training_demo/demo.yaml"
@@ -68,7 +68,7 @@ def test_ranks_that_torchrun_restarts_resume_from_latest_and_end_where_nobody_wa
         # With a dead rank no save is committed any more.
         resumed_at = _pointer(run)
         assert run.agent.wait(timeout=_SECONDS) == 0, _log_tails(run)
-        assert processes.marked(run.token) == []
+        assert process_tree.marked(run.token) == []
     assert [path.name for path in sorted(tmp_path.glob("attempt_*"))] == ["attempt_0", "attempt_1"]
     first, second = (read_trajectory(run.attempt(number), ranks=_RANKS) for number in (0, 1))
     assert resumed_at in (10, 20)
@@ -91,14 +91,14 @@ def _started(folder: Path) -> Iterator[_Run]:
     environment = {
         **os.environ,
         **QUIET,
-        processes.MARK: token,
+        process_tree.MARK: token,
         "ATTEMPTS": str(folder),
         "PYTHONPATH": os.pathsep.join(paths),
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
     }
     with ExitStack() as stack:
-        stack.enter_context(processes.subreaper())
+        stack.enter_context(process_tree.subreaper())
         log = stack.enter_context((folder / "agent.log").open("wb"))
         agent = subprocess.Popen(
             _command(folder),
@@ -114,7 +114,7 @@ def _started(folder: Path) -> Iterator[_Run]:
         finally:
             agent.kill()
             agent.wait()
-            processes.sweep(token, set())
+            process_tree.sweep(token, set())
 
 
 def _command(folder: Path) -> tuple[str, ...]:
@@ -151,9 +151,9 @@ def _pointer(run: _Run) -> int:
 
 def _kill(run: _Run, rank: int) -> int | None:
     """Kill one rank, and read its exit code (negative: a signal) from the kernel before its agent reaps it."""
-    victim = processes.ranks_of(run.agent.pid)[rank]
-    processes.kill(victim)
-    while (now := processes.read(victim.pid)) is not None and now.start_ticks == victim.start_ticks:
+    victim = process_tree.ranks_of(run.agent.pid)[rank]
+    process_tree.kill(victim)
+    while (now := process_tree.read(victim.pid)) is not None and now.start_ticks == victim.start_ticks:
         if now.status is not None:
             return os.waitstatus_to_exitcode(now.status)
         time.sleep(0.001)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not by name
 
-from conformance.running.joining import wait_for_all
+from conformance.processes.joining import wait_for_all
 
 GROUP_TIMEOUT = timedelta(seconds=30)
 # What a failing rank's peers get to report errors of their own before they are killed.

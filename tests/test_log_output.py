@@ -20,8 +20,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from conformance.processes.torchrun import free_port
 from hyper_resume.log_output import ANSWER_SECONDS, HOLD_SECONDS, configure_logging
-from st.torchrun import free_port
 from tests.ranks import server_context
 
 REPOSITORY = Path(__file__).resolve().parent.parent

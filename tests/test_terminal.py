@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from conformance.processes.torchrun import free_port
 from hyper_resume import cli
 from hyper_resume.trainer.callbacks import progress
-from st.torchrun import free_port
 from tests.trainer.tiny_training import saved_steps
 from tests.warm_commands import run_module
 

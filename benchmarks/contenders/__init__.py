@@ -1,1 +1,1 @@
-"""The contenders: this library, other libraries, the limits of the hardware, and the states that all of them save and load."""
+"""The contenders: this library and others (their synchronous and asynchronous saves), the hardware's limits, states to save."""

@@ -1,1 +1,1 @@
-"""Turns measured rounds into figures, records, a table and a page."""
+"""Turns measured rounds of the benchmarks into figures, records, a table and a page with charts."""

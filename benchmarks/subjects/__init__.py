@@ -1,1 +1,1 @@
-"""The benchmarks: one module each, with its ``BENCHMARK``."""
+"""The benchmarks: one module each, with its ``BENCHMARK``: what is measured, and the figures and goals that follow."""

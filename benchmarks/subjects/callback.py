@@ -62,6 +62,12 @@ class _Training:
         self._callback = CheckpointerCallback(trainer)
         self._callback.on_train_begin()
 
+    def begin(self) -> None:
+        """Begin a run and save once, so that the next save is one of many."""
+        self.start()
+        self.step()
+        self.save()
+
     def step(self) -> None:
         """Delete the step directory of the last save, and move everything that the next one saves."""
         self.forget()
@@ -102,7 +108,7 @@ def build(point: Point, context: Context) -> Scenario:
         return Contender(
             name=name,
             role="ours",
-            prepare=lambda: (training.start(), training.step(), training.save()),
+            prepare=training.begin,
             before=training.step,
             call=training.save,
             check=lambda _: check(training),

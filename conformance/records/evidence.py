@@ -34,6 +34,8 @@ EVENT_KINDS = (
     "value",
 )
 JOB_NAME = "job.json"
+# The environment variable in which a rank finds the path of its job.
+JOB_VARIABLE = "CONFORMANCE_JOB"
 DISK_BEFORE, DISK_AFTER = "disk_before.json", "disk_after.json"
 
 

@@ -1,1 +1,1 @@
-"""Runs cases: sessions, legs, launchers, forked ranks and other processes; and the trainer's side: job, probe, disk changes."""
+"""Runs cases: sessions, cases, legs, references; and the trainer's side of a leg: its job, its probe, its file operations."""

@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,6 +18,7 @@ from conformance.matrix.disk_changes import selects_operation
 from conformance.matrix.given import Given
 from conformance.matrix.script import LegStep, Moment
 from conformance.plain_data import serial
+from conformance.processes.launching import Launch
 from conformance.records.evidence import JOB_NAME
 
 # The abilities of a trainer. A case that needs one that its adapter lacks is `unsupported`.
@@ -110,20 +111,6 @@ class Job:
     nodes: int = 1
     edit: Mapping[str, Any] | None = None
     step: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """How one rank is started: a command line, and additions to the environment.
-
-    ``preload``: a module with ``main(argv) -> exit code``. If it is set, the rank is forked from a process that has imported
-    the module, and calls ``main(arguments)``. Otherwise ``argv`` is executed.
-    """
-
-    argv: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    preload: str | None = None
-    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from conformance.matrix.faults import POINTER_NAME
+from conformance.processes.launching import Launcher, LauncherError, LegOrder, Rank, RunningLeg
 from conformance.records.evidence import (
     DISK_AFTER,
     DISK_BEFORE,
     JOB_NAME,
+    JOB_VARIABLE,
     Event,
     EvidenceError,
     rank_log,
@@ -28,8 +30,6 @@ from conformance.records.evidence import (
 from conformance.records.results import AskedFault, LegRecord, RankEnd
 from conformance.records.trajectory import RecordError, read_trajectory
 from conformance.running.adapter import Adapter, Job, JobFault, write_job
-from conformance.running.launching import Launcher, LauncherError, LegOrder, Rank, RunningLeg
-from conformance.running.probe import JOB_VARIABLE
 
 TROUBLE_EXIT = 70  # EX_SOFTWARE: the adapter's own code is broken, whatever the trainer does
 _DEATH_SECONDS = 10.0

@@ -24,7 +24,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-JOB_VARIABLE = "CONFORMANCE_JOB"
+from conformance.records.evidence import JOB_VARIABLE
+
 RANK_VARIABLE = "RANK"
 _POLL_SECONDS = 0.005
 _TRACE_LINES = 12

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from conformance.checks.compare import ALL_COLUMNS, bits, cells, show
 from conformance.plain_data.serial import to_plain
+from conformance.processes.launching import Launcher
 from conformance.records.comparison import Divergence
 from conformance.records.results import CalibrationRecord, LegRecord
 from conformance.records.trajectory import RecordError, Trajectory, TrajectoryRecord, read_trajectory
 from conformance.running.adapter import Adapter, Job
-from conformance.running.launching import Launcher
 from conformance.running.legs import LegPlan, run_leg
 
 _NUMBERS = ("loss", "lr", "grad_norm")

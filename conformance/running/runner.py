@@ -17,6 +17,7 @@ from conformance.matrix.faults import FAULTS, Disk, FaultError, inject
 from conformance.matrix.given import complete, merge
 from conformance.matrix.script import FaultStep, LegStep, LookStep
 from conformance.plain_data.serial import to_plain
+from conformance.processes.launching import Launcher
 from conformance.records.evidence import Evidence, EvidenceError, LegEvidence, read_events
 from conformance.records.results import (
     CalibrationRecord,
@@ -28,7 +29,6 @@ from conformance.records.results import (
     ResultRecord,
 )
 from conformance.running.adapter import Adapter, Description, Job, to_job
-from conformance.running.launching import Launcher
 from conformance.running.legs import LegPlan, run_leg
 from conformance.running.references import References
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from conformance.matrix.case import Case
 from conformance.matrix.platforms import Platform
+from conformance.processes.launching import Launcher
+from conformance.processes.local import LocalLauncher
 from conformance.records import provenance
 from conformance.records.results import (
     OUTCOMES,
@@ -25,8 +27,6 @@ from conformance.records.results import (
     SabotageRecord,
 )
 from conformance.running.adapter import Adapter
-from conformance.running.launching import Launcher
-from conformance.running.processes import LocalLauncher
 from conformance.running.runner import CaseRun, Runner
 
 GOOD: tuple[str, ...] = ("pass", "known_fail", "note", "unsupported", "skipped")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from conformance.running import forked_ranks
+from conformance.processes import forked_ranks
 from conformance.storage.crash_states import enumeration
 from conformance.storage.crash_states.oracles import ORACLES, broken
 from conformance.storage.crash_states.persistence_models import MODELS, states

@@ -1,4 +1,4 @@
-"""Configuration: one typed tree, read from YAML, any field overridden as ``--dotted.path=value``."""
+"""Configuration: one typed tree from YAML and ``--dotted.path=value``, and where each value comes from."""
 
 from hyper_resume.config import construction as construction  # registers the check of new blocks
 from hyper_resume.config.load import ResolvedConfig, as_plain, load_config, reserved_fields_set, resolve_config

@@ -1,4 +1,4 @@
-"""Optimizers: built, chained, and their state initialized before the first step."""
+"""Builds optimizers and schedulers from a configuration, chains several, and makes their state before the first step."""
 
 from hyper_resume.optim.build import build_lr_schedulers, build_optimizer
 from hyper_resume.optim.chained import ChainedOptimizer

@@ -1,4 +1,4 @@
-"""The state buckets: read the state of live objects and write it back; no files.
+"""The state buckets: collect, compare and write back the state of live models, optimizers, loaders and streams; no files.
 
 ``model`` · ``optimizer`` · ``scheduler`` · ``dataloader`` · ``rng`` random streams · ``stateful`` any other object with a
 ``state_dict`` · ``names`` parameter names without wrapper prefixes · ``certificate`` the record of what a restore did. In each

@@ -1,1 +1,1 @@
-"""The training loop, its state and its callbacks."""
+"""The training loop, its callbacks, and what a run is: where it resumes, what describes it, what it does not save."""

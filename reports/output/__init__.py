@@ -1,1 +1,1 @@
-"""The outputs: the HTML page with its curves and timelines, and the files that machines read."""
+"""The outputs: the HTML page (cases, curves, timelines, costs and their goals), and the files that machines read."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # exported, but not by name
 
-from conformance.running.joining import wait_for_all
+from conformance.processes.joining import wait_for_all
 
 
 class TestGroup:

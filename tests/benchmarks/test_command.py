@@ -141,4 +141,7 @@ def test_a_wrong_question_is_refused_before_anything_is_measured(
 def test_the_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert " ".join(names) == "save load small async digests callback ranks planning nothing-when-off trajectory data-resume"
+    assert (
+        " ".join(names)
+        == "save load small async digests callback ranks planning nothing-when-off trajectory data-resume"
+    )

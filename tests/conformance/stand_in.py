@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from conformance.matrix.case import Case, parse_case
+from conformance.processes.launching import Launch, Launcher, LegOrder, RunningLeg
+from conformance.processes.local import LocalLauncher
 from conformance.records.results import LegRecord, ResultRecord
-from conformance.running.adapter import ABILITIES, Description, Job, Launch, to_job
-from conformance.running.launching import Launcher, LegOrder, RunningLeg
+from conformance.running.adapter import ABILITIES, Description, Job, to_job
 from conformance.running.legs import LegPlan, run_leg
-from conformance.running.processes import LocalLauncher
 from conformance.running.runner import CaseRun, Runner
 
 TRAINER = Path(__file__).with_name("stand_in_trainer.py")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from conformance.running.launching import LegOrder, RunningLeg
-from conformance.running.processes import LocalLauncher
+from conformance.processes.launching import LegOrder, RunningLeg
+from conformance.processes.local import LocalLauncher
+from conformance.processes.torchrun import Torchrun
 from st import __main__, running
-from st.torchrun import Torchrun
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from conformance.processes.torchrun import free_port
 from hyper_resume import cli
-from st.torchrun import free_port
 from tests.ranks import run_ranks
 from tests.trainer.tiny_training import saved_steps
 

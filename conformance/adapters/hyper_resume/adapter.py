@@ -7,7 +7,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from conformance.running.adapter import ABILITIES, Description, Job, Launch
+from conformance.processes.launching import Launch
+from conformance.running.adapter import ABILITIES, Description, Job
 
 LEG_MODULE = "conformance.adapters.hyper_resume.process"
 TEXT_MODULE = "conformance.adapters.hyper_resume.program"

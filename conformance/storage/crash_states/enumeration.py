@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from conformance.running import forked_ranks
+from conformance.processes import forked_ranks
 from conformance.storage.crash_states.oracles import ORACLES, Progress, Promise, broken
 from conformance.storage.crash_states.persistence_models import MODELS, states
 from conformance.storage.records import MOST_EXAMPLES, CrashStates

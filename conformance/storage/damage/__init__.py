@@ -1,1 +1,1 @@
-"""T2: damaged checkpoints: flipped bits, cut, missing and swapped files, edited manifests; each is loaded."""
+"""T2: checkpoints are made and damaged (flipped bits, cut, missing and swapped files, edited manifests), loaded and judged."""

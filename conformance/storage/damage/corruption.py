@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.running.forked_ranks import Ended, Workers, fan_out, run_alone, scratch
+from conformance.processes.forked_ranks import Ended, Workers, fan_out, run_alone, scratch
 from conformance.storage.damage import damage_kinds as kinds
 from conformance.storage.damage.damage_kinds import Damage, Material
 from conformance.storage.damage.judge import Judge, Level, Verdict, build, check_undamaged, material

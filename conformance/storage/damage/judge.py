@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from conformance.running.forked_ranks import run_alone, run_ranks
+from conformance.processes.forked_ranks import run_alone, run_ranks
 from conformance.storage.damage import damage_kinds as kinds
 from conformance.storage.damage.damage_kinds import Content, Damage, Material
 from conformance.storage.workload import small_checkpoint as small

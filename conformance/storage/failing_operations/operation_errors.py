@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from conformance.running.forked_ranks import Ended, Workers, fan_out, run_alone, run_ranks, scratch
+from conformance.processes.forked_ranks import Ended, Workers, fan_out, run_alone, run_ranks, scratch
 from conformance.storage.failing_operations.judge import Judge, Verdict
 from conformance.storage.failing_operations.runs import ERRORS, SCENARIOS, TIER, WORLD, Case, Rank, RankReport, Scenario
 from conformance.storage.records import MOST_EXAMPLES, OperationErrors

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.running.forked_ranks import Workers, run_alone, scratch
+from conformance.processes.forked_ranks import Workers, run_alone, scratch
 from conformance.storage.mutants import mutating
 from conformance.storage.mutants.table import MUTANTS, Entry
 from conformance.storage.records import Mutant

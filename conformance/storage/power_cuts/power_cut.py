@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.running import forked_ranks
+from conformance.processes import forked_ranks
 from conformance.storage.crash_states.enumeration import PRELOAD, scenario_of, subject_of
 from conformance.storage.crash_states.oracles import ORACLES, Progress, broken
 from conformance.storage.power_cuts import loop_image

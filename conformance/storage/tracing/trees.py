@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from conformance.running import forked_ranks
+from conformance.processes import forked_ranks
 from conformance.storage.tracing.history import Tree
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.running import forked_ranks
+from conformance.processes import forked_ranks
 from conformance.storage.tracing import hooks, orders, trees
 from conformance.storage.tracing.history import History, Operation, Tree
 from conformance.storage.tracing.recorder import RankTrace, Recorder

@@ -1,1 +1,1 @@
-"""Tensors in memory: flatten a state, copy and digest many tensors, share work in threads."""
+"""Algorithms on tensors in memory, for saves and loads: flatten a state, copy and digest many tensors, in threads."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from conformance.running import forked_ranks
+from conformance.processes import forked_ranks
 from conformance.storage.crash_states import enumeration
 from tests.conformance.storage import toys
 

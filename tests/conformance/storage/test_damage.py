@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from conformance.running.forked_ranks import Workers, run_alone
+from conformance.processes.forked_ranks import Workers, run_alone
 from conformance.storage.damage import corruption, damage_kinds
 from conformance.storage.damage.damage_kinds import Damage, Material
 from conformance.storage.damage.judge import Verdict, build, material

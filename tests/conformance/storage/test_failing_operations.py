@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from conformance.running.forked_ranks import Workers, run_alone
+from conformance.processes.forked_ranks import Workers, run_alone
 from conformance.storage.failing_operations import operation_errors
 from conformance.storage.failing_operations.injection import FailingOperations, Fault
 from conformance.storage.failing_operations.judge import Verdict

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hyper_resume
-from conformance.running.forked_ranks import Ended, WorkerError, Workers, run_alone
+from conformance.processes.forked_ranks import Ended, WorkerError, Workers, run_alone
 from conformance.storage.mutants import mutating, mutation_run
 from conformance.storage.mutants.mutating import Change, MutationError, changed_source
 from conformance.storage.mutants.table import MUTANTS, Entry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.running.forked_ranks import fan_out
+from conformance.processes.forked_ranks import fan_out
 from conformance.storage.crash_states.enumeration import PRELOAD
 from conformance.storage.power_cuts import loop_image, power_cut
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conformance.running.forked_ranks import fan_out
+from conformance.processes.forked_ranks import fan_out
 from conformance.storage.tracing import hooks
 from conformance.storage.tracing.history import History, Operation, TraceError
 from conformance.storage.tracing.orders import orders

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conformance.running import forked_ranks
+from conformance.processes import forked_ranks
 from conformance.storage.crash_states import enumeration
 from conformance.storage.tracing.history import TraceError
 from conformance.storage.tracing.recorder import Recorder

@@ -8,11 +8,10 @@ import signal
 import time
 from pathlib import Path
 
-from conformance.records.evidence import JOB_NAME
-from conformance.running.probe import JOB_VARIABLE
+from conformance.records.evidence import JOB_NAME, JOB_VARIABLE
 
 # The module of the process that forks legs.
-SERVER = "conformance.running.warm_server"
+SERVER = "conformance.processes.warm_server"
 _RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
 _POLL_SECONDS = 0.004
 # For how long a process without a command line is left to end by itself.

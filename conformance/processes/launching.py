@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from conformance.records.results import RankEnd
-from conformance.running.adapter import Launch
 
 
 class LauncherError(RuntimeError):
@@ -26,6 +25,20 @@ class Rank(Protocol):
     def send(self, number: signal.Signals) -> None:
         """Send it a signal, if it is alive."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How one rank is started: a command line, and additions to the environment.
+
+    ``preload``: a module with ``main(argv) -> exit code``. If it is set, the rank is forked from a process that has imported
+    the module, and calls ``main(arguments)``. Otherwise ``argv`` is executed.
+    """
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    preload: str | None = None
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

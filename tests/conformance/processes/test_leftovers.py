@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance.records.evidence import JOB_NAME
-from conformance.running import leftovers
-from conformance.running.probe import JOB_VARIABLE
+from conformance.processes import leftovers
+from conformance.records.evidence import JOB_NAME, JOB_VARIABLE
 
 
 def test_a_process_that_dies_while_it_is_looked_at_once_more_is_still_named(

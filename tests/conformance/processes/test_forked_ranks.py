@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from conformance.running.forked_ranks import Ended, WorkerError, Workers, run_ranks
+from conformance.processes.forked_ranks import Ended, WorkerError, Workers, run_ranks
 
 # One worker for all of it: what its fixture makes takes seconds.
 pytestmark = pytest.mark.xdist_group("forked-ranks")

@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from conformance.running.joining import wait_for_all
+from conformance.processes.joining import wait_for_all
 
 LIMIT_SECONDS = 20.0
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG

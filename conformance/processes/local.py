@@ -1,6 +1,6 @@
 """Starts the ranks of a leg and reads how they ended: cold (one interpreter per rank) or warm (forked from a server).
 
-:class:`LocalLauncher` is a :class:`conformance.running.launching.Launcher`; ``st`` has another for torchrun.
+:class:`LocalLauncher` is a :class:`conformance.processes.launching.Launcher`; ``st`` has another for torchrun.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from conformance.processes.launching import Launch, LauncherError, LegOrder, Rank, RunningLeg
+from conformance.processes.leftovers import SERVER, kill_leftovers, kill_process_group
 from conformance.records.evidence import rank_log
 from conformance.records.results import RankEnd
-from conformance.running.adapter import Launch
-from conformance.running.launching import LauncherError, LegOrder, Rank, RunningLeg
-from conformance.running.leftovers import SERVER, kill_leftovers, kill_process_group
 
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.004

@@ -1,6 +1,6 @@
-"""A process that has imported a trainer and forks ranks. Started by :class:`conformance.running.processes.WarmServer`.
+"""A process that has imported a trainer and forks ranks. Started by :class:`conformance.processes.local.WarmServer`.
 
-``python -m conformance.running.warm_server MODULE``; the protocol is JSON lines on stdin and stdout:
+``python -m conformance.processes.warm_server MODULE``; the protocol is JSON lines on stdin and stdout:
 
 * ``{"start": n, "arguments": [...], "environment": {...}, "folder": DIR, "log": FILE}`` is answered by
   ``{"started": n, "pid": p}`` and, when the child is dead, by ``{"ended": n, "status": wait status}``.

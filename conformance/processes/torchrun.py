@@ -5,7 +5,8 @@ Their state is read from the kernel:
 * a rank is a child of an agent with RANK in its environment; a signal to the agent's process group would miss it;
 * a rank that ended is a zombie until its agent reaps it, and its wait status can be read meanwhile (``/proc/PID/stat``). The
   agents poll their ranks twice a second, this module a hundred times;
-* a rank whose agent was killed becomes a child of this process (:func:`st.processes.subreaper`), which then reaps it itself;
+* a rank whose agent was killed becomes a child of this process, which then reaps it
+  (:func:`~conformance.processes.process_tree.subreaper`);
 * any other process that a leg left behind has the leg's mark in its environment.
 
 An agent whose ranks get SIGTERM is stopped first (SIGSTOP), so that it neither reaps nor signals one of them before
@@ -31,11 +32,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from conformance.processes import process_tree
+from conformance.processes.launching import LauncherError, LegOrder, RunningLeg
+from conformance.processes.local import QUIET, rank_end
 from conformance.records.evidence import rank_log
 from conformance.records.results import RankEnd
-from conformance.running.launching import LauncherError, LegOrder, RunningLeg
-from conformance.running.processes import QUIET, rank_end
-from st import processes
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 _POLL_SECONDS = 0.01
@@ -66,12 +67,12 @@ def free_port() -> int:
 
 
 class Torchrun:
-    """A :class:`conformance.running.processes.Launcher` that starts every leg under torchrun. Threads may share it."""
+    """A :class:`conformance.processes.local.Launcher` that starts every leg under torchrun. Threads may share it."""
 
     def __init__(self) -> None:
         """Begin to adopt orphans, for as long as this lives. Agents do not restart ranks: a leg is one attempt."""
         self._stack = ExitStack()
-        self._stack.enter_context(processes.subreaper())
+        self._stack.enter_context(process_tree.subreaper())
         self._lock = threading.Lock()
         self._legs: list[TorchrunLeg] = []
         self._is_stopped = False
@@ -148,7 +149,7 @@ class TorchrunLeg:
             **QUIET,
             **launch.environment,
             **order.environment,
-            processes.MARK: self._token,
+            process_tree.MARK: self._token,
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONUNBUFFERED": "1",
         }
@@ -179,10 +180,10 @@ class TorchrunLeg:
                 continue
             if number == signal.SIGKILL:
                 # Searched for first: the children of a dead agent are no longer its descendants.
-                adopted = processes.descendants(agent.pid)
+                adopted = process_tree.descendants(agent.pid)
                 agent.send(number)
                 for process in adopted:
-                    processes.kill(process)
+                    process_tree.kill(process)
                 self._adopted.update(process.pid for process in adopted)
             else:
                 agent.freeze()
@@ -223,8 +224,8 @@ class TorchrunLeg:
         known |= self._adopted
         try:
             with _uninterrupted():
-                left = processes.sweep(self._token, known)
-        except processes.DeathNotVerifiedError as error:
+                left = process_tree.sweep(self._token, known)
+        except process_tree.DeathNotVerifiedError as error:
             raise LauncherError(str(error)) from error
         self.is_cleared = True
         for agent in self.agents:
@@ -246,7 +247,7 @@ class TorchrunLeg:
             return
         self._searched_at = time.monotonic()
         for agent in self.agents:
-            for number, process in processes.ranks_of(agent.pid).items():
+            for number, process in process_tree.ranks_of(agent.pid).items():
                 if self.ranks[number].process is None:
                     self.ranks[number].process = process
 
@@ -314,14 +315,14 @@ class TorchrunRank:
     def __init__(self, leg: TorchrunLeg, number: int) -> None:
         """Of ``leg``."""
         self._leg, self.number = leg, number
-        self.process: processes.Process | None = None
+        self.process: process_tree.Process | None = None
         self._end: RankEnd | None = None
 
     def is_over(self) -> bool:
         """True when it has ended, whether or not its end could be read."""
         if self.poll() is not None:
             return True
-        now = processes.read(self.process.pid) if self.process else None
+        now = process_tree.read(self.process.pid) if self.process else None
         return self.process is not None and (now is None or now.start_ticks != self.process.start_ticks)
 
     def poll(self) -> RankEnd | None:
@@ -332,7 +333,7 @@ class TorchrunRank:
         return self._end
 
     def _read_end(self) -> RankEnd | None:
-        now = processes.read(self.process.pid) if self.process else None
+        now = process_tree.read(self.process.pid) if self.process else None
         if self.process is None or now is None or now.start_ticks != self.process.start_ticks:
             # Not started yet, or already reaped: only the end of its agent tells these apart.
             agent = self._leg.agents[self.number // len(self._leg.members(0))]
@@ -340,14 +341,14 @@ class TorchrunRank:
         if not now.is_zombie:
             return None
         if now.parent == os.getpid():
-            return rank_end(os.waitstatus_to_exitcode(processes.reap(now.pid, time.monotonic() + 1)))
+            return rank_end(os.waitstatus_to_exitcode(process_tree.reap(now.pid, time.monotonic() + 1)))
         return rank_end(os.waitstatus_to_exitcode(now.status)) if now.status is not None else None
 
     def send(self, number: signal.Signals) -> None:
         """Signal it, if it lives."""
         self._leg.search(now=True)
         if self.process is not None and self._end is None:
-            processes.kill(self.process, number)
+            process_tree.kill(self.process, number)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from conformance.processes.torchrun import Torchrun
 from conformance.records.results import LegRecord
-from st.torchrun import Torchrun
 from tests.conformance.stand_in import FOR_TORCHRUN, Patient, StandInAdapter, ends, run_one
 from tests.processes_seen import living_with
 

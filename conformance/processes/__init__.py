@@ -1,0 +1,1 @@
+"""Processes: launchers start ranks (alone, forked from a warm server, under torchrun); ranks are found, killed, reaped."""
