@@ -97,6 +97,7 @@ class DataLoader:
             shuffle_method=shuffle_method,
         )
         self._cursor = _Cursor(epoch=0, batches_consumed=0)
+        self._before_next_batch: Callable[[bool], None] | None = None
         self._num_batches = self.order.count_batches()
         if self._num_batches == 0:
             raise ConfigError(describe("the data gives no batch", found=str(self.order), do="give more samples"))
@@ -143,6 +144,13 @@ class DataLoader:
                 cursor = _Cursor(epoch=self.epoch + 1, batches_consumed=0)
         self._cursor = cursor
         return EpochIterator(self, cursor)
+
+    def before_next_batch(self, action: Callable[[bool], None]) -> None:
+        """Call ``action(within)`` once, right before the next batch is read, before the dataset draws.
+
+        ``within`` is True where that batch continues an epoch, False where it is an epoch's first.
+        """
+        self._before_next_batch = action
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the parameters of the order; plain numbers and texts. Without side effects."""
@@ -224,6 +232,7 @@ class EpochIterator(Iterator[Any]):
             raise StopIteration
         if self._closed:
             raise RuntimeError("this pass over the data was closed or has failed; make a new iterator from the loader")
+        self.announce()
         try:
             batch, sample_ids = self._read(number)
         except BaseException as error:
@@ -236,6 +245,12 @@ class EpochIterator(Iterator[Any]):
         self._cursor.batches_consumed = number + 1
         self._cursor.chosen = False
         return batch
+
+    def announce(self) -> None:
+        """Do what :meth:`DataLoader.before_next_batch` asked for; ``__next__`` does it, too."""
+        action, self._loader._before_next_batch = self._loader._before_next_batch, None
+        if action is not None:
+            action(self._cursor.batches_consumed > 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state after the last batch that this iterator returned, even if the loader has moved on."""

@@ -281,6 +281,9 @@ class HyperIter(Iterator[Any]):
     def _take_first(self) -> _BatchRead:
         # Another loader may draw its order from the global streams, once, at its first batch.
         watched = isinstance(self._iterator, EpochIterator)
+        if isinstance(self._iterator, EpochIterator):
+            # It may put the streams back.
+            self._iterator.announce()
         before = _random_states() if watched else None
         reading = next(self._readings)
         if watched and _random_states() != before:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from hyper_resume.data.loader_kinds import source_of, standing_doubts, unsupported
@@ -72,6 +72,7 @@ class ResumableLoader:
         self._restored: dict[str, Any] | None = None
         self._trusts_length = True
         self._doubts = standing_doubts(loader, self._source)
+        self._before_next_batch: Callable[[bool], None] | None = None
 
     def __len__(self) -> int:
         """Batches of a whole epoch.
@@ -116,6 +117,13 @@ class ResumableLoader:
         """Why the position that was restored, or this loader, might not be exact; empty when it is."""
         return list(self._doubts)
 
+    def before_next_batch(self, action: Callable[[bool], None]) -> None:
+        """Call ``action(within)`` once, right before the next batch is read, before anything of this loader draws.
+
+        ``within`` is True where that batch continues an epoch, False where it is an epoch's first.
+        """
+        self._before_next_batch = action
+
     def batches(self, epoch: int) -> Generator[Any, None, None]:
         """Give the batches of ``epoch``, or of what is left of it in the first pass after :meth:`load_state_dict`.
 
@@ -136,6 +144,9 @@ class ResumableLoader:
         return self._read(epoch)
 
     def _read(self, epoch: int) -> Generator[Any, None, None]:
+        action, self._before_next_batch = self._before_next_batch, None
+        if action is not None:
+            action(self._restored is not None and epoch == self._epoch and self._consumed > 0 and not self._finished)
         current = self._begin(epoch)
         if current is None:
             return

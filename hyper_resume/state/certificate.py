@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -66,6 +66,20 @@ class Certificate:
     def is_exact(self) -> bool:
         """True if no bucket is degraded. A bucket may be absent if it was not requested, or if neither side has it."""
         return all(part.verdict != "degraded" for part in self.parts)
+
+    def is_exact_at(self, bucket: str, rank: int) -> bool:
+        """True if this bucket is exact on this rank."""
+        return any(part.verdict == "exact" and (part.bucket, part.rank) == (bucket, rank) for part in self.parts)
+
+    def degraded(self, bucket: str, reasons: Sequence[str]) -> Certificate:
+        """Return the certificate with this bucket degraded on each rank that has a reason in ``reasons``, "" being none."""
+        parts = tuple(
+            dataclasses.replace(part, verdict="degraded", reason=reasons[part.rank])
+            if part.bucket == bucket and part.verdict == "exact" and reasons[part.rank]
+            else part
+            for part in self.parts
+        )
+        return dataclasses.replace(self, parts=parts)
 
     def as_plain(self) -> dict[str, Any]:
         """Return dicts, lists and plain values that can be written as JSON."""

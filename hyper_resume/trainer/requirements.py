@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import ConfigError, describe
@@ -102,3 +104,26 @@ def copy_counters(source: Any, target: Any) -> None:
         for name in (*_OF_A_STATE, "epoch_ended"):
             if hasattr(source, name):
                 setattr(target, name, getattr(source, name))
+
+
+def metrics_of(state: Any, name: str) -> dict[str, float]:
+    """Return the metric by which retention ranks checkpoints.
+
+    Raises:
+        ConfigError: the trainer has no such number.
+    """
+    metrics = getattr(state, "metrics", None)
+    value = getattr(state, name, metrics.get(name) if isinstance(metrics, Mapping) else None)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(
+            describe(
+                f"there is no metric {name!r} by which to keep the best checkpoints",
+                where="checkpoint.keep_best_metric",
+                expected="a number in trainer.state, or in trainer.state.metrics",
+                found="nothing" if value is None else type(value).__name__,
+                do="set it before the save (your own callbacks run before the checkpointer), or set another metric",
+            )
+        )
+    return {name: float(value)}

@@ -137,9 +137,7 @@ class _Restore:
         gathered = collective.all_gather(parts)
         certificate = self._certificate(tuple(part for index in range(len(parts)) for part in _column(gathered, index)))
         if config.on_mismatch == "error" and not certificate.is_exact:
-            raise _refusal(
-                self._path, [f"{p.bucket}: {p.reason}" for p in certificate.parts if p.verdict == "degraded"]
-            )
+            raise refusal(certificate)
         return certificate
 
     def _skeleton(self) -> dict[str, Any]:
@@ -288,6 +286,11 @@ def _overlay(structure: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[st
         nested = isinstance(own, Mapping) and isinstance(value, Mapping)
         result[key] = _overlay(own, value) if nested and own is not None else value
     return result
+
+
+def refusal(certificate: Certificate) -> CheckpointMismatchError:
+    """Return the error of a restore that was not exact, under ``on_mismatch: error``."""
+    return _refusal(certificate.path, [f"{p.bucket}: {p.reason}" for p in certificate.parts if p.verdict == "degraded"])
 
 
 def _refusal(path: str, reasons: list[str]) -> CheckpointMismatchError:

@@ -21,7 +21,7 @@ from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_chec
 from hyper_resume.checkpoint.format.extra_state import MESH, PAYLOAD_KEY, RUN, UNCOVERED
 from hyper_resume.checkpoint.pointed import with_pointer
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
-from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
+from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, describe
 from hyper_resume.parallel.replicas import check_replicas
 from hyper_resume.state.certificate import Certificate
 from hyper_resume.state.held_optimizers import is_per_rank
@@ -33,8 +33,9 @@ from hyper_resume.trainer.bucket_digests import DIGESTS, read_digests
 from hyper_resume.trainer.callbacks.base import Callback
 from hyper_resume.trainer.payload import collect_extra_state, collect_for_trial, collect_payload, device_type, names_in
 from hyper_resume.trainer.records import SaveRecords, store_certificate
-from hyper_resume.trainer.requirements import as_config, copy_counters, require_attributes, require_counters
-from hyper_resume.trainer.restore import restore
+from hyper_resume.trainer.requirements import as_config, copy_counters, metrics_of, require_attributes, require_counters
+from hyper_resume.trainer.restore import refusal, restore
+from hyper_resume.trainer.restored_streams import OpenCertificate
 from hyper_resume.trainer.run_fingerprint import RunFingerprint
 from hyper_resume.trainer.run_mesh import find_run_mesh
 from hyper_resume.trainer.schedule_order import ScheduleOrder
@@ -80,6 +81,8 @@ class CheckpointerCallback(Callback):
         self._uncovered = UncoveredState(trainer, self.config)
         self._schedule_order = ScheduleOrder(trainer)
         self._fingerprint: RunFingerprint | None = None
+        # From a restore to the end of the first step after it.
+        self._certificate: OpenCertificate | None = None
         self._records: Path | None = _trajectory_directory(trainer)
         if self.config.save_optimizer or self.config.restore_optimizer:
             own_states(flatten_optimizers(trainer.optimizer), names_in(trainer))
@@ -124,7 +127,13 @@ class CheckpointerCallback(Callback):
             self._publish(certificate)
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
-        """Save when ``save_steps`` divides the step."""
+        """Save when ``save_steps`` divides the step. The first step after a restore makes its certificate final.
+
+        Raises:
+            CheckpointMismatchError: ``on_mismatch`` is ``error``, and the streams that were restored had moved before the first
+                batch; raised on every rank.
+        """
+        self._finish_certificate()
         if not self.config.save_ckpt:
             return
         self._use_state(state)
@@ -138,6 +147,8 @@ class CheckpointerCallback(Callback):
     def on_epoch_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Save when ``save_epochs`` divides the number of finished epochs."""
         self._use_state(state)
+        if self._certificate is not None:
+            self._certificate.note_epoch_end()
         config = self.config
         if not (config.save_ckpt and config.save_epochs > 0 and (self._state.epoch + 1) % config.save_epochs == 0):
             return
@@ -241,7 +252,7 @@ class CheckpointerCallback(Callback):
         )
         options: dict[str, Any] = {}
         if config.keep_best > 0 and self._storage.accepts_metrics:
-            options["metrics"] = collective.on_all_ranks(lambda: _metrics(state, config.keep_best_metric))
+            options["metrics"] = collective.on_all_ranks(lambda: metrics_of(state, config.keep_best_metric))
         with streams_kept(device_type(self.trainer)):
             payload = collective.on_all_ranks(lambda: collect_payload(self.trainer, config))
             check_replicas(_tensors(payload))
@@ -285,6 +296,7 @@ class CheckpointerCallback(Callback):
             self._last_saved_step = trainer.state.global_step
             self.last_saved = path
             copy_counters(trainer.state, self._state)
+            self._certificate = OpenCertificate(trainer, certificate)
         logger.info(
             "Checkpoint loaded successfully: path=%s, global_step=%s, start_epoch=%s, start_step=%s",
             path,
@@ -293,6 +305,16 @@ class CheckpointerCallback(Callback):
             trainer.start_step,
         )
         return certificate
+
+    def _finish_certificate(self) -> None:
+        """Publish the certificate again, and refuse it, where the first step shows that the restore was not exact."""
+        found, self._certificate = self._certificate, None
+        certificate = None if found is None else found.finish()
+        if certificate is None:
+            return
+        self._publish(certificate)
+        if self.config.on_mismatch == "error":
+            raise refusal(certificate)
 
     def _publish(self, certificate: Certificate) -> None:
         """Log and store the certificate of the restore."""
@@ -353,29 +375,6 @@ def _in_short(config: CheckpointingConfig) -> str:
 def _trajectory_directory(trainer: Any) -> Path | None:
     directory = getattr(getattr(trainer.config, "trajectory", None), "dir", None)
     return None if directory is None else Path(directory)
-
-
-def _metrics(state: Any, name: str) -> dict[str, float]:
-    """Return the metric by which retention ranks checkpoints.
-
-    Raises:
-        ConfigError: the trainer has no such number.
-    """
-    metrics = getattr(state, "metrics", None)
-    value = getattr(state, name, metrics.get(name) if isinstance(metrics, Mapping) else None)
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(
-            describe(
-                f"there is no metric {name!r} by which to keep the best checkpoints",
-                where="checkpoint.keep_best_metric",
-                expected="a number in trainer.state, or in trainer.state.metrics",
-                found="nothing" if value is None else type(value).__name__,
-                do="set it before the save (your own callbacks run before the checkpointer), or set another metric",
-            )
-        )
-    return {name: float(value)}
 
 
 def _tensors(payload: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
