@@ -1,30 +1,20 @@
-"""The README's loop, in processes that end at once in the middle of it, and the same loop on two DDP and four FSDP2 ranks."""
+"""The README's loop in processes that end at once in the middle of it, with any loader, alone and on several ranks."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from hyper_resume import CheckpointingConfig, PreemptibleCheckpointer, ResumableLoader, TrainerState
-from hyper_resume.data import DataLoader as OwnLoader
 from tests.docs.markdown import ROOT, blocks
-from tests.ranks import run_ranks
+from tests.trainer.readme_loop import LOADERS, STEPS, WRAPPERS, start, train_dataloader_reasons
 from tests.warm_commands import run_module
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-DIED, EPOCHS = 9, 2
+DIED = 9
 PROLOGUE = """\
 import os, sys
 SEED, STOP, HOW = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -84,101 +74,65 @@ def test_the_readmes_loop_ends_as_if_it_had_never_been_stopped(tmp_path: Path) -
         assert ("PreemptedError" in err) is (how == "signal")
 
 
-# ---- several ranks
+# ---- any loader, on several ranks
+
+# Where the loop is ended, start by start; each epoch has four steps, and each step is saved.
+STOPS = {"within an epoch": (2,), "at its edge": (4,), "twice in one": (5, 7)}
+# Each loader, each kind of end and each number of ranks once; the whole product takes minutes.
+COVERING = {
+    ("torch", 4, "twice in one"),
+    ("torch, 2 workers", 2, "at its edge"),
+    ("StatefulDataLoader", 2, "within an epoch"),
+    ("StatefulDataLoader, 2 workers", 1, "twice in one"),
+    ("own", 4, "at its edge"),
+    ("own, 2 workers", 1, "within an epoch"),
+    ("torch, both", 1, "at its edge"),
+    ("iterable data", 2, "within an epoch"),
+    ("iterable data, persistent workers", 1, "at its edge"),
+    ("accelerate", 2, "twice in one"),
+}
+PRODUCT = [
+    pytest.param(*each, marks=() if each in COVERING else pytest.mark.nightly)
+    for each in itertools.product(LOADERS, WRAPPERS, STOPS)
+]
 
 
-class Noisy(Dataset[torch.Tensor]):
-    """Rows with their index and noise from the stream of whoever reads them."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((8,), float(index)) + torch.rand(8)
-
-
-def _loader(kind: str, workers: int) -> Any:
-    ranks = dist.get_world_size()
-    if kind == "own":
-        return OwnLoader(
-            Noisy(), batch_size=2, dp_world_size=ranks, dp_rank=dist.get_rank(), seed=3, num_workers=workers
-        )
-    make = {"torch": DataLoader, "stateful": StatefulDataLoader}[kind]
-    sampler = DistributedSampler(Noisy(), seed=3)
-    # A rank of the tests starts processes by a server otherwise, which imports for seconds.
-    context = "fork" if workers else None
-    return make(Noisy(), batch_size=2, sampler=sampler, num_workers=workers, multiprocessing_context=context)
+def test_the_covering_part_of_the_product_has_every_rank_count_end_and_loader_that_the_judgement_names() -> None:
+    named = set(itertools.islice(LOADERS, 6))
+    assert named <= {name for name, _, _ in COVERING}
+    assert {(ranks, ends) for _, ranks, ends in COVERING} >= {
+        (1, "twice in one"),
+        (2, "twice in one"),
+        (4, "twice in one"),
+    }
 
 
-def _train(folder: Path, wrapper: str, kind: str, workers: int, seed: int, stop: int) -> list[Any]:
-    """On each rank: the README's loop to step ``stop``, then gone without a word; the losses, batches and weights."""
-    torch.manual_seed(seed + 100 * dist.get_rank())
-    model: Any = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
-    for parameter in model.parameters():
-        # DDP broadcasts the weights, FSDP2 does not; the dropout of each rank is its own.
-        dist.broadcast(parameter.detach(), 0)
-    model = DistributedDataParallel(model) if wrapper == "ddp" else fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = ResumableLoader(_loader(kind, workers))
-    checkpoint = CheckpointingConfig(
-        checkpoint_dir=str(folder), save_steps=2, save_epochs=1, restore_from="LATEST", on_mismatch="error"
-    )
-    trainer = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=checkpoint),
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60),
-        train_dataloader=loader,
-        state=TrainerState(),
-        train_steps=60,
-        start_epoch=0,
-        start_step=0,
-    )
-    checkpointer = PreemptibleCheckpointer(trainer)
-    checkpointer.on_train_begin()
-    found: list[Any] = []
-    for epoch in range(trainer.start_epoch, EPOCHS):
-        trainer.state.epoch = epoch
-        for batch in loader.batches(epoch):
-            loss = model(batch).square().mean()
-            loss.backward()
-            optimizer.step(), trainer.lr_scheduler.step(), optimizer.zero_grad()
-            trainer.state.global_step += 1
-            checkpointer.on_step_end()
-            weights = [_local(parameter).double().sum().item() for parameter in model.parameters()]
-            found.append((trainer.state.global_step, loss.item().hex(), batch.sum().item(), loader.sample_ids, weights))
-            if trainer.state.global_step == stop:
-                return found
-        checkpointer.on_epoch_end()
-    checkpointer.on_train_end()
-    return found
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "ranks", "kind", "workers"),
-    [
-        ("ddp", 2, "torch", 0),
-        ("ddp", 2, "torch", 2),
-        ("ddp", 2, "stateful", 0),
-        ("fsdp2", 4, "torch", 0),
-        ("fsdp2", 4, "own", 0),
-    ],
-)
-def test_on_several_ranks_it_ends_so_too(tmp_path: Path, wrapper: str, ranks: int, kind: str, workers: int) -> None:
-    steps = 24 // (2 * ranks)
-
-    def run(name: str, seed: int, stop: int = 0) -> list[list[Any]]:
-        return run_ranks(_train, ranks, tmp_path / name, wrapper, kind, workers, seed, stop, timeout_seconds=100)
-
-    reference = run("reference", 1)
-    assert [len(of_rank) for of_rank in reference] == [EPOCHS * steps] * ranks
-    # Stopped at a save within an epoch, right behind the last batch of one (its end was not saved), within the next; finished.
+@pytest.mark.parametrize(("name", "ranks", "ends"), PRODUCT)
+def test_with_any_loader_on_any_number_of_ranks_it_ends_so_too(
+    tmp_path: Path, name: str, ranks: int, ends: str
+) -> None:
+    reference = _reference(name, ranks, tmp_path)
+    doubt = LOADERS[name].doubt
     first = 0
-    for seed, stop in enumerate((2, steps, steps + 2, 0), 1):
-        found = run("stopped", seed, stop)
-        assert found == [of_rank[first : stop or None] for of_rank in reference], f"stopped at step {stop}"
-        first = stop // 2 * 2
+    for seed, stop in enumerate((*STOPS[ends], 0), 1):
+        found = start(tmp_path / "stopped", name, ranks, seed=seed, stop=stop)
+        is_same = found == [of_rank[first : stop or None] for of_rank in reference]
+        assert is_same or (doubt and first), f"stopped at step {stop}"
+        first = stop
+    # What the certificate doubts is another run: the last resume is one from the middle of a second epoch.
+    assert not (doubt and is_same and ends == "twice in one")
+    for reasons in train_dataloader_reasons(tmp_path / "stopped"):
+        assert len(reasons) == ranks
+        assert all(doubt in reason and bool(reason) is bool(doubt) for reason in reasons)
+
+
+def _reference(name: str, ranks: int, folder: Path) -> list[list[str]]:
+    """The records of the uninterrupted run, made once in a process."""
+    if (name, ranks) not in REFERENCES:
+        REFERENCES[name, ranks] = start(folder / "reference", name, ranks, seed=1)
+    reference = REFERENCES[name, ranks]
+    assert [len(of_rank) for of_rank in reference] == [STEPS] * ranks
+    return reference
+
+
+REFERENCES: dict[tuple[str, int], list[list[str]]] = {}
