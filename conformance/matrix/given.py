@@ -134,12 +134,17 @@ class DataGiven:
         ``foreign-stateful`` another library's loader with ``state_dict`` and ``load_state_dict`` (position within the epoch);
         ``foreign-drawing`` the same, which draws from torch's stream whenever its iterator is made;
         ``unsized`` an endless loader without length and state;
-        ``torch`` torch's DataLoader, ``torchdata`` its StatefulDataLoader, ``nodes`` a torchdata.nodes.Loader: each in a
-        ResumableLoader; ``bare-torch`` torch's DataLoader by itself.
+        ``torch`` torch's DataLoader, ``torchdata`` its StatefulDataLoader, ``nodes`` a torchdata.nodes.Loader, ``iterable``
+        torch's DataLoader over iterable data, each of whose samples carries a part of what was drawn for the ones before it,
+        ``accelerate`` torch's DataLoader prepared by accelerate: each in a ResumableLoader; ``bare-torch`` torch's DataLoader
+        by itself.
     sampler: of a ``torch``, ``torchdata`` or ``nodes`` loader. ``none`` leaves the order to ``shuffle``; ``generator`` draws
         from a generator of its own; ``weighted`` draws with replacement; ``distributed`` gives one of two shares, in an order
         that depends on the epoch; ``own`` is a user's sampler with a private generator.
-    workers: processes that read. prefetch: batches that a background thread reads ahead, 0 for no thread.
+    workers: processes that read. persistent: they live on from epoch to epoch. worker_init: each of them begins with a
+        function that seeds Python's stream with the worker's number. All three of a ``torch``, ``torchdata``, ``iterable`` or
+        ``accelerate`` loader; ``workers`` of an ``own`` one, too.
+    prefetch: batches that a background thread reads ahead, 0 for no thread.
     dp_world_size, dp_rank: given to the DataLoader as plain arguments; no process group is needed.
     shuffle_method: the order is drawn as a whole, or computed per position.
     fingerprint: the dataset's own, None for none.
@@ -147,7 +152,17 @@ class DataGiven:
     """
 
     loader: Literal[
-        "own", "foreign", "foreign-stateful", "foreign-drawing", "unsized", "torch", "torchdata", "nodes", "bare-torch"
+        "own",
+        "foreign",
+        "foreign-stateful",
+        "foreign-drawing",
+        "unsized",
+        "torch",
+        "torchdata",
+        "nodes",
+        "iterable",
+        "accelerate",
+        "bare-torch",
     ] = "own"
     sampler: Literal["none", "generator", "weighted", "distributed", "own"] = "none"
     samples: int = 20
@@ -156,6 +171,8 @@ class DataGiven:
     shuffle_method: Literal["randperm", "feistel"] = "randperm"
     drop_last: bool = False
     workers: int = 0
+    persistent: bool = False
+    worker_init: bool = False
     prefetch: int = 0
     dp_world_size: int = 1
     dp_rank: int = 0
@@ -223,6 +240,7 @@ class Given:
     epochs: planned epochs. None (only for legs with ``until_step``): as many as that step needs.
     folder: name of the checkpoint directory inside the case's folder; may hold spaces, any letters and a trailing slash.
     schedule_stepped: by a hand-written loop (``trainer: duck``), ``before-save`` or only ``after-save`` (``on_step_end``).
+    draws_before_loop: all three streams are drawn from between ``on_train_begin`` and the first batch, at each start.
     handed_state: a hand-written loop hands its hooks the state that it counts in, while ``trainer.state`` stays at step 0.
     save_at_step_zero: the callback's ``on_step_end`` is called once before the first step, so step 0 is saved where
         ``save_steps`` is set.
@@ -261,6 +279,7 @@ class Given:
     clip: float | None = 1.0
     epochs: int | None = None
     schedule_stepped: Literal["before-save", "after-save"] = "before-save"
+    draws_before_loop: bool = False
     handed_state: bool = False
     folder: str = "checkpoints"
     save_at_step_zero: bool = False

@@ -52,6 +52,21 @@ def _worker_streams_forgotten(put: Saboteur) -> None:
     put.replace(f"{_TORCH}:WorkerStart", start)
 
 
+@sabotage("worker-init-left-out")
+def _worker_init_left_out(put: Saboteur) -> None:
+    put.replace(f"{_TORCH}:WorkerStart", lambda original, init, *args: original(None, *args))
+
+
+@sabotage("replay-drops-nothing")
+def _replay_drops_nothing(put: Saboteur) -> None:
+    put.replace("hyper_resume.data.other_loaders:_ReplayPass._drop", lambda original, *args: None)
+
+
+@sabotage("doubts-not-told")
+def _doubts_not_told(put: Saboteur) -> None:
+    put.replace("hyper_resume.data.resumable:ResumableLoader.doubts_about", lambda original, *args: [])
+
+
 @sabotage("epoch-lost-at-its-end")
 def _epoch_lost_at_its_end(put: Saboteur) -> None:
     """A position at an epoch's end is restored as the end of the epoch after it."""

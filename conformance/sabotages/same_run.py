@@ -10,6 +10,7 @@ from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _FINGERPRINT = "hyper_resume.trainer.run_fingerprint"
 _DESCRIPTION = "hyper_resume.trainer.run_description"
+_STREAMS = "hyper_resume.trainer.restored_streams:RestoredStreams"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
 
 
@@ -89,6 +90,18 @@ def _schedule_order_not_observed(put: Saboteur) -> None:
 @sabotage("moving-loader-not-named")
 def _moving_loader_not_named(put: Saboteur) -> None:
     put.replace("hyper_resume.trainer.mismatches:why_streams_move", lambda original, *args: [])
+    # Otherwise it is found at the first forward pass.
+    put.replace(f"{_STREAMS}.reason", lambda original, *args: "", fires=False)
+
+
+@sabotage("moved-streams-not-told")
+def _moved_streams_not_told(put: Saboteur) -> None:
+    put.replace(f"{_STREAMS}.reason", lambda original, *args: "")
+
+
+@sabotage("moved-streams-left")
+def _moved_streams_left(put: Saboteur) -> None:
+    put.replace("hyper_resume.trainer.restored_streams:put_streams", lambda original, *args: None)
 
 
 @sabotage("handed-state-ignored")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from conformance.adapters.hyper_resume.data_components import draw_from_all_streams
 from conformance.adapters.hyper_resume.leg import Leg
 from hyper_resume.data import ResumableLoader
 from hyper_resume.trainer.callbacks import TrainerState
@@ -17,6 +18,8 @@ def drive_custom_loop(leg: Leg) -> None:
     for callback in callbacks:
         callback.on_train_begin(trainer.state)
     leg.report_begin(callbacks[0].checkpointer.loaded_from if callbacks else None)
+    if leg.given.draws_before_loop:
+        draw_from_all_streams()
     if leg.given.save_at_step_zero and callbacks and not callbacks[0].checkpointer.loaded_from:
         callbacks[0].on_step_end(trainer.state)
     epoch = trainer.start_epoch

@@ -43,7 +43,7 @@ class Ids:
         number = self._given.first_id + index
         if not self._noisy:
             return number
-        return number, float(torch.rand(())) + random.random() + float(np.random.rand())
+        return number, draw_from_all_streams()
 
 
 class ForeignLoader:
@@ -202,6 +202,19 @@ class Forgetful:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """The defect: ignore the state."""
+
+
+def draw_from_all_streams() -> float:
+    """One number from each of the three streams; their sum."""
+    return float(torch.rand(())) + random.random() + float(np.random.rand())
+
+
+class DrawsAtBegin(Callback):
+    """A callback behind the checkpointer, which draws once training begins."""
+
+    def on_train_begin(self, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Draw."""
+        draw_from_all_streams()
 
 
 class StepCounter(Callback):

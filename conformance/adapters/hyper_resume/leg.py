@@ -14,7 +14,7 @@ from conformance.adapters.hyper_resume import components as parts
 from conformance.adapters.hyper_resume import data_components as data_components
 from conformance.adapters.hyper_resume import plain_file_backend as plain_file_backend  # registers itself
 from conformance.adapters.hyper_resume.components import TroubleError
-from conformance.adapters.hyper_resume.data_components import StepCounter
+from conformance.adapters.hyper_resume.data_components import DrawsAtBegin, StepCounter
 from conformance.adapters.hyper_resume.event_reporter import EventReporter
 from conformance.adapters.hyper_resume.hidden_state import AverageCallback, HiddenState
 from conformance.adapters.hyper_resume.instrumentation import AfterSaves, BeforeSaves, instrument_saves
@@ -27,7 +27,7 @@ from hyper_resume.trainer.base import BaseTrainer
 from hyper_resume.trainer.callbacks import CheckpointerCallback, TrainerState
 
 # The adapter's callbacks; all others are the library's.
-OWN_CALLBACKS = (BeforeSaves, AfterSaves, StepCounter, AverageCallback)
+OWN_CALLBACKS = (BeforeSaves, AfterSaves, StepCounter, AverageCallback, DrawsAtBegin)
 _MANY_EPOCHS = 1_000_000
 
 
@@ -173,6 +173,8 @@ class Leg(EventReporter):
             self, next((item for item in trainer.callbacks if isinstance(item, CheckpointerCallback)), None)
         )
         trainer.callbacks.append(AfterSaves(trainer, self))
+        if given.draws_before_loop:
+            trainer.callbacks.append(DrawsAtBegin(trainer))
         return trainer
 
     def _held_by_trainer(self) -> dict[str, Any]:
