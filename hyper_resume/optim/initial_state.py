@@ -69,6 +69,39 @@ def initialize_optimizer_state(optimizer: Any) -> bool:
     return False
 
 
+def sample_initial_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return parameter -> what its first step would make its state; changes nothing.
+
+    Of the parameters without state, that is the smallest one of each group and number of dimensions. None for an optimizer
+    whose step can't be tried, or that holds more than options, which would be copied.
+    """
+    own = {key: value for key, value in vars(optimizer).items() if key not in _NOT_COPIED}
+    if not all(map(_is_plain, own.values())):
+        return {}
+    found: dict[torch.Tensor, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        smallest: dict[int, torch.Tensor] = {}
+        for parameter in sorted(group["params"], key=lambda one: -one.numel()):
+            if parameter.requires_grad and parameter.numel() and not optimizer.state.get(parameter):
+                smallest[parameter.ndim] = parameter
+        for parameter in smallest.values():
+            state = _Recorder()
+            try:
+                _step_copy(optimizer, group, parameter, torch.zeros_like(parameter.detach()), state)
+                found[parameter] = state.first
+            except Exception as error:  # noqa: BLE001  a third-party optimizer may raise anything
+                logger.debug("the first step of %s can't be tried: %s", type(optimizer).__qualname__, error)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, str, type(None)))
+
+
 def _initialize(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:

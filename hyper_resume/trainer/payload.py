@@ -8,7 +8,8 @@ they exist.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from hyper_resume.checkpoint.format.extra_state import SHARDED
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import CheckpointMismatchError, UnsupportedError, describe
-from hyper_resume.optim.initial_state import initialize_optimizer_state
+from hyper_resume.optim.initial_state import initialize_optimizer_state, sample_initial_state
 from hyper_resume.state.dataloader import collect_dataloader
 from hyper_resume.state.model import collect_model, fit_extra_states
 from hyper_resume.state.names import outside_names, parameter_names
@@ -94,13 +95,33 @@ def _extra_state(trainer: Any, state: Any, position: Callable[[], Any], *, copie
     }
 
 
-def collect_for_trial(trainer: Any, config: CheckpointingConfig, state: Any) -> dict[str, Any]:
+def first_optimizer_states(trainer: Any, config: CheckpointingConfig) -> list[Any]:
+    """Return, for each optimizer, an object with what its first step would make its state, for a few small parameters.
+
+    Every rank calls it: the step of an optimizer with sharded parameters may be a collective.
+    """
+    if not config.save_optimizer:
+        return []
+    with streams_kept(device_type(trainer)):
+        return [
+            SimpleNamespace(state=sample_initial_state(optimizer), param_groups=optimizer.param_groups)
+            for optimizer in flatten_optimizers(trainer.optimizer)
+        ]
+
+
+def collect_for_trial(
+    trainer: Any, config: CheckpointingConfig, state: Any, first_states: Sequence[Any]
+) -> dict[str, Any]:
     """Return what a save would collect, without a copy of any tensor and with the random streams where they were.
 
-    A foreign loader is left out: its ``state_dict`` may start workers, or change what it reads next.
+    ``first_states``, the result of :func:`first_optimizer_states`, stands for optimizer state that is not there yet. A foreign
+    loader is left out: its ``state_dict`` may start workers, or change what it reads next.
     """
     with streams_kept(device_type(trainer)):
         payload = collect_payload(trainer, config)
+        for one, first in zip(payload.get("optimizer", {}).values(), first_states, strict=False):
+            (sampled,) = collect_optimizers([first], names_in(trainer)).values()
+            one["state"].update(sampled["state"])
         if config.save_train_state:
             loader = trainer.train_dataloader
             payload["extra_state"] = _extra_state(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_resume.checkpoint.disk import operations
+from hyper_resume.config import CheckpointingConfig
 from hyper_resume.errors import (
     CheckpointSaveError,
     ConfigError,
@@ -124,6 +125,30 @@ def _begin_elsewhere(root: str) -> str:
     except CheckpointSaveError as error:
         return type(error).__name__
     return "not locked"
+
+
+class KeepsAnObject(torch.optim.SGD):
+    """Its state appears at the first step, and one value of it can't be saved."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter].setdefault("note", object())
+                    parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+def test_optimizer_state_of_the_first_step_that_cant_be_saved_is_refused_by_its_path(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    trainer = make_custom_trainer(root)
+    trainer.optimizer = KeepsAnObject(trainer.model.parameters(), lr=0.1)
+    trainer.lr_scheduler = None
+    with pytest.raises(StateNotPlainError, match=r"where: optimizer\.0\.state\..*\.note.*builtins\.object"):
+        CheckpointerCallback(trainer).on_train_begin()
+    assert not root.exists()
+    assert not any(trainer.optimizer.state.values())
+    trainer.config.checkpoint = CheckpointingConfig(checkpoint_dir=str(root), save_optimizer=False)
+    CheckpointerCallback(trainer).on_train_begin()
 
 
 # ---- the trial changes nothing

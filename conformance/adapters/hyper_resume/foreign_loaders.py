@@ -74,7 +74,7 @@ def build_foreign_loader(given: Given, dataset: Any) -> Any:
     if data.loader == "nodes":
         return ResumableLoader(_nodes(dataset, sampler or RandomSampler(dataset), data.batch_size))
     kind = _stateful_dataloader() if data.loader == "torchdata" else DataLoader
-    order = {"sampler": sampler, "shuffle": data.shuffle if sampler is None else None}
+    order: dict[str, Any] = {"sampler": sampler, "shuffle": data.shuffle if sampler is None else None}
     if data.loader == "iterable":
         dataset, order = Carrying(dataset, data.samples), {}
     loader = kind(

@@ -31,7 +31,14 @@ from hyper_resume.state.rng import streams_kept
 from hyper_resume.trainer.backend import build_backend
 from hyper_resume.trainer.bucket_digests import DIGESTS, read_digests
 from hyper_resume.trainer.callbacks.base import Callback
-from hyper_resume.trainer.payload import collect_extra_state, collect_for_trial, collect_payload, device_type, names_in
+from hyper_resume.trainer.payload import (
+    collect_extra_state,
+    collect_for_trial,
+    collect_payload,
+    device_type,
+    first_optimizer_states,
+    names_in,
+)
 from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.requirements import as_config, copy_counters, metrics_of, require_attributes, require_counters
 from hyper_resume.trainer.restore import refusal, restore
@@ -236,7 +243,8 @@ class CheckpointerCallback(Callback):
         Raises:
             CheckpointSaveError, StateNotPlainError, ReplicaMismatchError, UnsupportedError: as a save; on every rank.
         """
-        payload = collective.on_all_ranks(lambda: collect_for_trial(self.trainer, self.config, self._state))
+        first = first_optimizer_states(self.trainer, self.config)
+        payload = collective.on_all_ranks(lambda: collect_for_trial(self.trainer, self.config, self._state, first))
         check_replicas(_tensors({name: part for name, part in payload.items() if name != PAYLOAD_KEY}))
         self._storage.try_save(self.config.checkpoint_dir, payload)
 
