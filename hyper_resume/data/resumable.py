@@ -144,9 +144,8 @@ class ResumableLoader:
         return self._read(epoch)
 
     def _read(self, epoch: int) -> Generator[Any, None, None]:
-        action, self._before_next_batch = self._before_next_batch, None
-        if action is not None:
-            action(self._restored is not None and epoch == self._epoch and self._consumed > 0 and not self._finished)
+        goes_on = self._restored is not None and epoch == self._epoch
+        self._announce(within=goes_on and self._consumed > 0 and not self._finished)
         current = self._begin(epoch)
         if current is None:
             return
@@ -155,6 +154,8 @@ class ResumableLoader:
             while True:
                 if _reading.get(id(self.loader)) is not current:
                     raise _two_loops(self.loader)
+                if not self._finished:
+                    self._announce(within=True)
                 try:
                     batch = next(current)
                 except StopIteration:
@@ -166,6 +167,11 @@ class ResumableLoader:
             self._finished = True
         finally:
             current.close()
+
+    def _announce(self, *, within: bool) -> None:
+        action, self._before_next_batch = self._before_next_batch, None
+        if action is not None:
+            action(within)
 
     def state_dict(self) -> dict[str, Any]:
         """The position as of the batch last returned: plain values and tensors. Reads nothing, moves no stream.

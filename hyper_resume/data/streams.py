@@ -72,6 +72,14 @@ def put_streams(saved: Mapping[str, Any], device_type: str) -> None:
     unpack_streams(saved["host"])
 
 
+def moved_since(before: Mapping[str, Any], device_type: str) -> list[str]:
+    """Return the names of the streams that are no longer as :func:`read_streams` returned them, and torch_device."""
+    now = read_streams(device_type)
+    moved = sorted(moved_streams(before["host"], now["host"]))
+    is_moved = now["device"] is not None and not torch.equal(now["device"], before["device"])
+    return [*moved, *(["torch_device"] if is_moved else [])]
+
+
 def python_bytes(state: tuple[Any, ...]) -> bytes:
     """Pack what ``random.Random.getstate()`` returns."""
     _, words, gauss = state

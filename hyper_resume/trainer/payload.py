@@ -19,6 +19,7 @@ from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import CheckpointMismatchError, UnsupportedError, describe
 from hyper_resume.optim.initial_state import initialize_optimizer_state, sample_initial_state
 from hyper_resume.state.dataloader import collect_dataloader
+from hyper_resume.state.held_optimizers import is_per_rank
 from hyper_resume.state.model import collect_model, fit_extra_states
 from hyper_resume.state.names import outside_names, parameter_names
 from hyper_resume.state.optimizer import (
@@ -243,6 +244,19 @@ def as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def tensors_in(payload: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return the payload's tensors by flattened name."""
+    found: dict[str, torch.Tensor] = {}
+    for key, value in payload.items():
+        if is_per_rank(key):
+            continue  # no other rank has a copy
+        if isinstance(value, torch.Tensor):
+            found[prefix + key] = value
+        elif isinstance(value, Mapping):
+            found.update(tensors_in(value, f"{prefix}{key}."))
+    return found
 
 
 def _require_adapters(wanted: Mapping[str, Any], entries: Mapping[str, Any], path: str) -> None:

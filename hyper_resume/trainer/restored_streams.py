@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hyper_resume import collective
-from hyper_resume.data.streams import moved_streams, put_streams, read_streams
+from hyper_resume.data.streams import moved_since, put_streams, read_streams
 from hyper_resume.state.certificate import Certificate
 from hyper_resume.trainer.payload import device_type
 
@@ -84,7 +84,7 @@ class RestoredStreams:
             self._look("an epoch's first batch, which the run that was saved may not have done", remedy)
             return
         self._is_looked_at = True
-        moved = self._moved()
+        moved = moved_since(self._restored, self._device_type)
         if moved:
             put_streams(self._restored, self._device_type)
             logger.warning(
@@ -101,7 +101,7 @@ class RestoredStreams:
         self._is_looked_at = True
         if self._hook is not None:
             self._hook.remove()
-        moved = self._moved()
+        moved = moved_since(self._restored, self._device_type)
         if moved:
             names = ", ".join(moved)
             self._reason = f"the random streams moved between the restore and {until} ({names}): {remedy}"
@@ -109,10 +109,3 @@ class RestoredStreams:
     def _remedy(self) -> str:
         name = type(self._trainer.train_dataloader).__name__
         return f"make hyper_resume.ResumableLoader({name}(...)) the train_dataloader, and iterate its batches(epoch)"
-
-    def _moved(self) -> list[str]:
-        now, restored = read_streams(self._device_type), self._restored
-        moved = sorted(moved_streams(restored["host"], now["host"]))
-        if now["device"] is not None and not torch.equal(now["device"], restored["device"]):
-            moved.append("torch_device")
-        return moved

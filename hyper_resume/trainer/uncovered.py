@@ -24,6 +24,7 @@ _BUCKETS = {
     "lr_scheduler": "lr_scheduler",
     "train_dataloader": "train_dataloader",
     "data_iterator": "train_dataloader",
+    "rng_state": "rng_state",
 }
 
 

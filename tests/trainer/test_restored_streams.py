@@ -104,12 +104,14 @@ def run(
     loader: Any,
     *,
     seed: int,
-    until: int = EPOCHS * BATCHES,
+    until: int = 0,
     before: Callable[[], None] = draw_nothing,
+    after: Callable[[int], None] = lambda step: None,
     accumulation: int = 1,
+    epochs: int = EPOCHS,
     **checkpoint: Any,
 ) -> list[str]:
-    """A loop of one's own, which calls ``before`` once, right before its first epoch; the losses of its steps."""
+    """A loop of one's own: ``before`` is called right before its first epoch, ``after`` behind each step; the losses."""
     torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
     trainer = make_loop(root, loader, **checkpoint)
     trainer.config.training = SimpleNamespace(gradient_accumulation_steps=accumulation)
@@ -117,7 +119,7 @@ def run(
     checkpointer.on_train_begin()
     before()
     losses: list[str] = []
-    for epoch in range(trainer.start_epoch, EPOCHS):
+    for epoch in range(trainer.start_epoch, epochs):
         trainer.state.epoch = epoch
         for batch in batches_of(loader, epoch):
             number = getattr(loader, "batches_consumed", BATCHES)
@@ -129,6 +131,7 @@ def run(
                 trainer.state.global_step += 1
                 losses.append(loss.item().hex())
                 checkpointer.on_step_end()
+                after(trainer.state.global_step)
                 if trainer.state.global_step == until:
                     return losses
     return losses
@@ -245,6 +248,48 @@ def test_a_loop_that_reads_something_else_is_told(tmp_path: Path) -> None:
     torch.rand(1)
     assert "no batch of train_dataloader was read" in streams.reason()
     assert RestoredStreams(make_loop(tmp_path, wrapped_torch())).reason() == ""
+
+
+# ---- draws behind a save
+
+
+@pytest.mark.parametrize("name", ["own", "torch, wrapped", "torch, 2 workers, wrapped"])
+@pytest.mark.parametrize("at_edge", [False, True], ids=["within an epoch", "at its edge"])
+def test_draws_between_a_save_and_the_next_batch_are_named_by_the_next_save_at_such_a_place(
+    tmp_path: Path, name: str, at_edge: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def after(step: int) -> None:
+        """An evaluation behind each step, or only behind each epoch."""
+        if not at_edge or step % BATCHES == 0:
+            torch.rand(1)
+
+    with caplog.at_level(logging.WARNING):
+        reference = run(tmp_path / "run", LOADERS[name](), seed=1, epochs=3, after=after)
+    first = BATCHES if at_edge else 1
+    assert caplog.text.count("random numbers were drawn between") == (1 if at_edge else 2)
+    assert f"the save of global_step {first} and the next batch (torch_cpu)" in caplog.text
+    options: dict[str, Any] = {"seed": 2, "epochs": 3, "after": after}
+    for step in (2 * first, 2 * first + 1):
+        root = tmp_path / f"from-{step}"
+        options["restore_from"] = str(tmp_path / "run" / f"global_step_{step}")
+        resumed = run(root, LOADERS[name](), **options)
+        if at_edge and step % BATCHES:
+            # A save within an epoch is not affected.
+            assert resumed == reference[step:]
+            assert verdict(root) == ("exact", "")
+            continue
+        assert resumed != reference[step:]
+        reason = "moves and is not saved: trainer.rng_state.torch_cpu (drawn from after the save)"
+        assert verdict(root) == ("degraded", reason)
+
+
+def test_an_evaluation_of_the_trainer_at_an_epochs_end_is_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = run_config(tmp_path, save_epochs=0, save_steps=1, training={"num_train_epochs": 3})
+    with caplog.at_level(logging.WARNING):
+        make_trainer(config, callbacks=[DrawsAtEpochEnd]).train()
+    assert "random numbers were drawn" not in caplog.text
 
 
 # ---- the trainer

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_checkpointer
 from hyper_resume.checkpoint.format.extra_state import MESH, PAYLOAD_KEY, RUN, UNCOVERED
@@ -24,13 +22,13 @@ from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, describe
 from hyper_resume.parallel.replicas import check_replicas
 from hyper_resume.state.certificate import Certificate
-from hyper_resume.state.held_optimizers import is_per_rank
 from hyper_resume.state.optimizer import flatten_optimizers
 from hyper_resume.state.own_state import own_states
 from hyper_resume.state.rng import streams_kept
 from hyper_resume.trainer.backend import build_backend
 from hyper_resume.trainer.bucket_digests import DIGESTS, read_digests
 from hyper_resume.trainer.callbacks.base import Callback
+from hyper_resume.trainer.draws_after_saves import DrawsAfterSaves
 from hyper_resume.trainer.payload import (
     collect_extra_state,
     collect_for_trial,
@@ -38,6 +36,7 @@ from hyper_resume.trainer.payload import (
     device_type,
     first_optimizer_states,
     names_in,
+    tensors_in,
 )
 from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.requirements import as_config, copy_counters, metrics_of, require_attributes, require_counters
@@ -87,6 +86,7 @@ class CheckpointerCallback(Callback):
         self._unchanged_buckets = UnchangedBuckets()
         self._uncovered = UncoveredState(trainer, self.config)
         self._schedule_order = ScheduleOrder(trainer)
+        self._draws_after_saves = DrawsAfterSaves(trainer)
         self._fingerprint: RunFingerprint | None = None
         # From a restore to the end of the first step after it.
         self._certificate: OpenCertificate | None = None
@@ -147,8 +147,9 @@ class CheckpointerCallback(Callback):
         step = self._state.global_step
         self._unchanged_buckets.note_step(getattr(self._state, "lrs", ()))
         self._uncovered.after_step()
-        if self.config.save_steps > 0 and step % self.config.save_steps == 0:
-            self._save_once(step)
+        is_due = self.config.save_steps > 0 and step % self.config.save_steps == 0
+        if is_due and self._save_once(step):
+            self._draws_after_saves.after_save(step)
         self._schedule_order.after_step(step, is_saved=step == self._last_saved_step)
 
     def on_epoch_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:
@@ -156,10 +157,13 @@ class CheckpointerCallback(Callback):
         self._use_state(state)
         if self._certificate is not None:
             self._certificate.note_epoch_end()
+        self._draws_after_saves.note_epoch_end()
         config = self.config
         if not (config.save_ckpt and config.save_epochs > 0 and (self._state.epoch + 1) % config.save_epochs == 0):
             return
-        if not self._save_once(self._state.global_step):
+        if self._save_once(self._state.global_step):
+            self._draws_after_saves.after_save(self._state.global_step)
+        else:
             logger.info(
                 "Skip saving at the end of epoch %s: global_step=%s is already saved",
                 self._state.epoch,
@@ -245,7 +249,7 @@ class CheckpointerCallback(Callback):
         """
         first = first_optimizer_states(self.trainer, self.config)
         payload = collective.on_all_ranks(lambda: collect_for_trial(self.trainer, self.config, self._state, first))
-        check_replicas(_tensors({name: part for name, part in payload.items() if name != PAYLOAD_KEY}))
+        check_replicas(tensors_in({name: part for name, part in payload.items() if name != PAYLOAD_KEY}))
         self._storage.try_save(self.config.checkpoint_dir, payload)
 
     def _save_checkpoint(self, *, force_sync: bool = False) -> None:
@@ -263,7 +267,7 @@ class CheckpointerCallback(Callback):
             options["metrics"] = collective.on_all_ranks(lambda: metrics_of(state, config.keep_best_metric))
         with streams_kept(device_type(self.trainer)):
             payload = collective.on_all_ranks(lambda: collect_payload(self.trainer, config))
-            check_replicas(_tensors(payload))
+            check_replicas(tensors_in(payload))
             if config.save_train_state:
                 payload["extra_state"] = collective.on_all_ranks(lambda: self._training_state(payload))
         changeable = self._unchanged_buckets.changeable(self.trainer, payload, state.global_step)
@@ -274,7 +278,8 @@ class CheckpointerCallback(Callback):
     def _training_state(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         mesh = find_run_mesh(self.trainer)
         run = {} if self._fingerprint is None else {RUN: self._fingerprint.description}
-        uncovered = [*self._schedule_order.uncovered(), *self._uncovered.at_save(payload)]
+        moved = [*self._schedule_order.uncovered(), *self._draws_after_saves.uncovered()]
+        uncovered = [*moved, *self._uncovered.at_save(payload)]
         found = {
             **collect_extra_state(self.trainer, self._state),
             "rank": collective.rank(),
@@ -383,16 +388,3 @@ def _in_short(config: CheckpointingConfig) -> str:
 def _trajectory_directory(trainer: Any) -> Path | None:
     directory = getattr(getattr(trainer.config, "trajectory", None), "dir", None)
     return None if directory is None else Path(directory)
-
-
-def _tensors(payload: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the payload's tensors by flattened name."""
-    found: dict[str, torch.Tensor] = {}
-    for key, value in payload.items():
-        if is_per_rank(key):
-            continue  # no other rank has a copy
-        if isinstance(value, torch.Tensor):
-            found[prefix + key] = value
-        elif isinstance(value, Mapping):
-            found.update(_tensors(value, f"{prefix}{key}."))
-    return found
