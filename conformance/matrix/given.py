@@ -240,7 +240,8 @@ class Given:
     epochs: planned epochs. None (only for legs with ``until_step``): as many as that step needs.
     folder: name of the checkpoint directory inside the case's folder; may hold spaces, any letters and a trailing slash.
     schedule_stepped: by a hand-written loop (``trainer: duck``), ``before-save`` or only ``after-save`` (``on_step_end``).
-    draws_before_loop: all three streams are drawn from between ``on_train_begin`` and the first batch, at each start.
+    draws_at: all three streams are drawn from between ``on_train_begin`` and the first batch, at each start (``begin``); or by
+        a hand-written loop after each ``on_step_end`` (``after-save``).
     handed_state: a hand-written loop hands its hooks the state that it counts in, while ``trainer.state`` stays at step 0.
     save_at_step_zero: the callback's ``on_step_end`` is called once before the first step, so step 0 is saved where
         ``save_steps`` is set.
@@ -279,7 +280,7 @@ class Given:
     clip: float | None = 1.0
     epochs: int | None = None
     schedule_stepped: Literal["before-save", "after-save"] = "before-save"
-    draws_before_loop: bool = False
+    draws_at: Literal["begin", "after-save"] | None = None
     handed_state: bool = False
     folder: str = "checkpoints"
     save_at_step_zero: bool = False

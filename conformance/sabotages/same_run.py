@@ -99,6 +99,11 @@ def _moved_streams_not_told(put: Saboteur) -> None:
     put.replace(f"{_STREAMS}.reason", lambda original, *args: "")
 
 
+@sabotage("draws-after-saves-not-observed")
+def _draws_after_saves_not_observed(put: Saboteur) -> None:
+    put.replace("hyper_resume.trainer.draws_after_saves:moved_since", lambda original, *args: [])
+
+
 @sabotage("moved-streams-left")
 def _moved_streams_left(put: Saboteur) -> None:
     put.replace("hyper_resume.trainer.restored_streams:put_streams", lambda original, *args: None)

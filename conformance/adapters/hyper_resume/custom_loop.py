@@ -18,7 +18,7 @@ def drive_custom_loop(leg: Leg) -> None:
     for callback in callbacks:
         callback.on_train_begin(trainer.state)
     leg.report_begin(callbacks[0].checkpointer.loaded_from if callbacks else None)
-    if leg.given.draws_before_loop:
+    if leg.given.draws_at == "begin":
         draw_from_all_streams()
     if leg.given.save_at_step_zero and callbacks and not callbacks[0].checkpointer.loaded_from:
         callbacks[0].on_step_end(trainer.state)
@@ -108,6 +108,8 @@ def _step(leg: Leg, window: list[Any]) -> None:
 def _report_step(leg: Leg) -> None:
     leg.report_step()
     _call(leg, "on_step_end")
+    if leg.given.draws_at == "after-save":
+        draw_from_all_streams()
     if leg.given.schedule_stepped == "after-save":
         for scheduler in leg.schedulers:
             scheduler.step()

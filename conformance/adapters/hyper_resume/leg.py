@@ -173,7 +173,7 @@ class Leg(EventReporter):
             self, next((item for item in trainer.callbacks if isinstance(item, CheckpointerCallback)), None)
         )
         trainer.callbacks.append(AfterSaves(trainer, self))
-        if given.draws_before_loop:
+        if given.draws_at == "begin":
             trainer.callbacks.append(DrawsAtBegin(trainer))
         return trainer
 
