@@ -122,7 +122,7 @@ class _ReplayPass(Pass):
             self._iterator = self._make(epoch)
             return
         self._start = saved["start"]
-        self._moved_by_loader = self._moved_by_training = set(saved["drawn_between"])
+        self._moved_by_loader, self._moved_by_training = set(saved["drawn_between"]), set(saved["drawn_between"])
         try:
             source.held.put(self._start["held"])
             put_streams(self._start["streams"], source.device_type)

@@ -209,6 +209,20 @@ def test_a_stream_that_loader_and_training_share_is_named_at_the_restore(caplog:
     assert position.doubts == []
 
 
+def test_a_second_resume_names_no_stream_that_training_leaves_alone() -> None:
+    def make() -> Any:
+        return DataLoader(Stream(), batch_size=2, collate_fn=as_is)
+
+    _, stops = whole_run(make, 1, draws=False)
+    position = ResumableLoader(make())
+    put(position, stops[1])
+    batches = position.batches(0)
+    next(batches), next(batches), next(batches)
+    # The loader has drawn from all three.
+    assert position.state_dict()["drawn_between"] == []
+    batches.close()
+
+
 def test_a_list_that_became_shorter_than_the_position_is_refused() -> None:
     _, stops = whole_run(lambda: Unsized(range(5)), 1, draws=True)
     position = ResumableLoader(Unsized(range(2)))
