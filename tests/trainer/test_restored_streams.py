@@ -149,36 +149,22 @@ def verdict(root: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_draws_before_the_first_batch_are_undone_within_an_epoch(
+def test_draws_before_the_first_batch_are_undone_within_an_epoch_and_others_raise_no_alarm(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = run(tmp_path / "reference", LOADERS[name](), seed=1)
     assert len(set(reference)) == EPOCHS * BATCHES
-    for step in (2, 7):
-        root = tmp_path / f"from-{step}"
+    for step, before in ((2, draw_all), (7, draw_all), (2, draw_nothing), (BATCHES, draw_nothing)):
+        root = tmp_path / f"from-{step}-{before.__name__}"
         source = str(tmp_path / "reference" / f"global_step_{step}")
+        options: dict[str, Any] = {"restore_from": source, "on_mismatch": "error", "save_steps": 100}
         with caplog.at_level(logging.WARNING):
-            resumed = run(
-                root, LOADERS[name](), seed=2, before=draw_all, restore_from=source, on_mismatch="error", save_steps=100
-            )
-        assert resumed == reference[step:], f"resumed from step {step}"
+            resumed = run(root, LOADERS[name](), seed=2, until=step + 3, before=before, **options)
+        assert resumed == reference[step : step + 3], f"resumed from step {step}"
         assert verdict(root) == ("exact", "")
-        assert "(numpy, python, torch_cpu): they were put back" in caplog.text
+        assert ("(numpy, python, torch_cpu): they were put back" in caplog.text) is (before is draw_all)
+        assert ("random streams" in caplog.text) is (before is draw_all)
         caplog.clear()
-
-
-@pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize("step", [2, 5])
-def test_a_loop_that_draws_only_with_its_batches_raises_no_alarm(
-    tmp_path: Path, name: str, step: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    reference = run(tmp_path / "run", LOADERS[name](), seed=1, until=8)
-    source = str(tmp_path / "run" / f"global_step_{step}")
-    with caplog.at_level(logging.WARNING):
-        resumed = run(tmp_path / "run", LOADERS[name](), seed=2, until=8, restore_from=source, on_mismatch="error")
-    assert resumed == reference[step:]
-    assert verdict(tmp_path / "run") == ("exact", "")
-    assert "random streams" not in caplog.text
 
 
 def test_gradient_accumulation_raises_no_alarm(tmp_path: Path) -> None:
