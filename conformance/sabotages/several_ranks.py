@@ -36,6 +36,24 @@ def _places_by_rank_number(put: Saboteur) -> None:
     put.replace("hyper_resume.checkpoint.loading.reading:same_places", lambda original, *args: True, fires=False)
 
 
+@sabotage("new-streams-without-coordinate")
+def _new_streams_without_coordinate(put: Saboteur) -> None:
+    def derive(original: Any, seed: int, global_step: int, coordinate: int, device_type: str) -> None:
+        original(seed, global_step, 0, device_type)
+
+    put.replace(f"{_MESH}:derive_streams", derive)
+
+
+@sabotage("new-streams-by-rank")
+def _new_streams_by_rank(put: Saboteur) -> None:
+    def derive(original: Any, seed: int, global_step: int, coordinate: int, device_type: str) -> None:
+        from hyper_resume import collective
+
+        original(seed, global_step, collective.rank(), device_type)
+
+    put.replace(f"{_MESH}:derive_streams", derive)
+
+
 @sabotage("muon-momentum-left-behind")
 def _muon_momentum_left_behind(put: Saboteur) -> None:
     def apply(original: Any, optimizers: Any, names: Any, loaded: Any, **how: Any) -> None:
