@@ -69,6 +69,8 @@ class CheckpointerBase(ABC):
         last_bucket_digests: bucket -> digest of this rank's part at the last save; None before the first save.
         last_load: see :class:`LoadReport`; None before the first load, or if the backend does not report it.
         accepts_metrics: whether ``save`` takes the keyword ``metrics``, for retention by metric.
+        reshards_training_state: whether ``load`` puts this rank's parts of sharded tensors in a training state together on
+            another mesh; ``extra_state_skeleton`` then has them under ``sharded``: path -> [shape, offsets, sizes].
         verifies_digests: whether ``last_load`` reports the digests of save and load. Otherwise the callback saves digests of
             the payload in the training state, and compares them after the load.
     """
@@ -79,6 +81,7 @@ class CheckpointerBase(ABC):
     last_load: LoadReport | None = None
     accepts_metrics: ClassVar[bool] = False
     verifies_digests: ClassVar[bool] = False
+    reshards_training_state: ClassVar[bool] = False
 
     @abstractmethod
     def save(self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False) -> None:

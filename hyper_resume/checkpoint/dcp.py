@@ -56,6 +56,7 @@ class DistributedCheckpointer(CheckpointerBase):
 
     accepts_metrics = True
     verifies_digests = True
+    reshards_training_state = True
 
     def __init__(
         self,

@@ -45,6 +45,11 @@ class PointedCheckpointer(CheckpointerBase):
         return self._backend.accepts_metrics
 
     @property
+    def reshards_training_state(self) -> bool:  # type: ignore[override]
+        """As the backend."""
+        return self._backend.reshards_training_state
+
+    @property
     def last_bucket_digests(self) -> Mapping[str, str] | None:  # type: ignore[override]
         """As the backend."""
         return self._backend.last_bucket_digests

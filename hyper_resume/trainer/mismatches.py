@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hyper_resume.checkpoint.format.extra_state import SHARDED, UNCOVERED
+from hyper_resume.checkpoint.format.extra_state import RESHARDED, SHARDED, UNCOVERED
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.state.dataloader import check_dataloader, knows_shares, why_streams_move
 from hyper_resume.state.model import check_model
@@ -152,7 +152,8 @@ def _check_training_state(
             mismatches.add("progress", [] if moved is None else [moved])
     found, states = stateful_to_restore(trainer, extra_state)
     mismatches.add("stateful", check_stateful(found, states))
-    mismatches.add("stateful", check_sharding(found, extra_state.get(SHARDED) or ()), warn=True)
+    differing, resharded = extra_state.get(RESHARDED) or (None, ())
+    mismatches.add("stateful", check_sharding(found, extra_state.get(SHARDED) or (), resharded), warn=True)
     if not found and not states:
         mismatches.absent["stateful"] = _NOTHING
     change = streams.change_since(extra_state)
@@ -162,9 +163,12 @@ def _check_training_state(
         return
     mismatches.add("rng_state", [change], warn=True)
     what = change.partition(":")[0]
-    if set(found) & set(states):
-        refuse_sharded_parts({name: found[name] for name in states if name in found}, what)
-        mismatches.add("stateful", [f"{what}: this is the state of rank {extra_state.get('rank')}"])
+    # Where the state of every rank was read, only what is not the same on all of them is that of one rank.
+    of_one_rank = sorted((set(found) & set(states)).intersection(states if differing is None else differing))
+    refuse_sharded_parts({name: found[name] for name in states if name in found}, what, resharded)
+    if of_one_rank:
+        names = "" if differing is None else f" ({first_names(of_one_rank)})"
+        mismatches.add("stateful", [f"{what}: this is the state of rank {extra_state.get('rank')}{names}"])
     if position is not None and not knows_shares(trainer.train_dataloader):
         mismatches.add(
             "train_dataloader", [f"{what}: this is the position of rank {extra_state.get('rank')}"], warn=True

@@ -29,7 +29,7 @@ from hyper_resume.state.optimizer import (
 from hyper_resume.state.own_state import own_states
 from hyper_resume.state.rng import collect_rng, streams_kept
 from hyper_resume.state.scheduler import collect_schedulers
-from hyper_resume.state.stateful import find_stateful, live_states, local_states, sharded_paths
+from hyper_resume.state.stateful import find_stateful, live_states, local_states, sharded_parts
 from hyper_resume.trainer.requirements import as_config
 from hyper_resume.trainer.resume_point import knows_position
 from hyper_resume.trainer.saved_names import SavedNames
@@ -83,7 +83,7 @@ def _extra_state(trainer: Any, state: Any, position: Callable[[], Any], *, copie
     streams = collect_rng(device_type(trainer))
     found = stateful_of(trainer)
     states = live_states(found)
-    sharded = sharded_paths(found, states)
+    sharded = sharded_parts(states)
     return {
         **collect_progress(trainer, state),
         **({SHARDED: sharded} if sharded else {}),

@@ -14,7 +14,7 @@ from typing import Any
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase
-from hyper_resume.checkpoint.format.extra_state import MESH
+from hyper_resume.checkpoint.format.extra_state import MESH, SHARDED
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import CheckpointMismatchError, describe
 from hyper_resume.state.certificate import BUCKETS, BucketCertificate, Certificate, certify_bucket
@@ -23,7 +23,7 @@ from hyper_resume.state.model import apply_extra_states, apply_model
 from hyper_resume.state.optimizer import apply_optimizers, flatten_optimizers, register_optimizer_undo
 from hyper_resume.state.rng import apply_rng, collect_rng, streams_kept
 from hyper_resume.state.scheduler import apply_schedulers
-from hyper_resume.state.stateful import apply_stateful
+from hyper_resume.state.stateful import apply_stateful, live_states, tensor_parts
 from hyper_resume.trainer import returned_payload
 from hyper_resume.trainer.bucket_digests import DIGESTS, live_digests, read_digests
 from hyper_resume.trainer.mismatches import Mismatches, find_mismatches
@@ -34,6 +34,7 @@ from hyper_resume.trainer.payload import (
     make_destination,
     names_in,
     reachable_optimizers,
+    stateful_of,
     stateful_to_restore,
 )
 from hyper_resume.trainer.resume_point import resume_point
@@ -115,13 +116,14 @@ class _Restore:
         )
         saved = SavedNames(trainer.model, names_in(trainer), self._entries)
         destination = saved.as_saved(self._destination)
+        skeleton = collective.on_all_ranks(self._skeleton) if config.restore_train_state else None
         checkpointer.check_loaded = lambda read, extra_state: self._check_and_apply(saved, read, extra_state)
         try:
             returned = checkpointer.load(
                 self._path,
                 destination,
                 strict_model=not config.is_peft,
-                extra_state_skeleton=self._skeleton() if config.restore_train_state else None,
+                extra_state_skeleton=skeleton,
             )
         finally:
             checkpointer.check_loaded = None
@@ -143,9 +145,16 @@ class _Restore:
         return certificate
 
     def _skeleton(self) -> dict[str, Any]:
-        """Return what the training state must have, with the mesh of this run, which decides whose state each rank gets."""
+        """Return what the training state must have, with the mesh of this run, which decides whose state each rank gets.
+
+        With it come this rank's parts of the tensors in other stateful objects.
+        """
         mesh = self._streams.mesh
-        return {**EXTRA_STATE_SKELETON, MESH: None if mesh is None else mesh.to_plain()}
+        skeleton = {**EXTRA_STATE_SKELETON, MESH: None if mesh is None else mesh.to_plain()}
+        if self._checkpointer.reshards_training_state:
+            with streams_kept(device_type(self._trainer)):
+                skeleton[SHARDED] = tensor_parts(live_states(stateful_of(self._trainer)))
+        return skeleton
 
     # ---- before the live model is written ---------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,7 @@ from hyper_resume.checkpoint.format.mesh import covers, mesh_from_plain, same_pl
 from hyper_resume.checkpoint.format.save_id import SAVE_ID, SHARD_ENTRY_PATTERN
 from hyper_resume.checkpoint.format.segments import VerifiedFile
 from hyper_resume.checkpoint.loading.entry_reader import EntryReader, ReadResult
+from hyper_resume.checkpoint.loading.resharding import parts_from_plain, reshard
 from hyper_resume.checkpoint.loading.same_save import refuse_mixed_saves
 from hyper_resume.checkpoint.parsing import safe_load
 from hyper_resume.errors import CheckpointMismatchError, HyperResumeError, describe
@@ -110,7 +112,8 @@ def load_training_state(
         metadata: its DCP metadata.
         manifest: its manifest, if it has one.
         group: the process group of all ranks.
-        skeleton: has the mesh of this run, if the caller knows it; the result has that of the run which saved.
+        skeleton: has the mesh of this run, if the caller knows it, and its parts of sharded tensors; the result has the mesh
+            of the run which saved, and this run's parts.
 
     Raises:
         CheckpointNotFoundError: there is none, or none of this rank.
@@ -133,6 +136,10 @@ def load_training_state(
             first,
         )
         state = probe
+        if skeleton.get(extra.SHARDED) and isinstance(probe.get(extra.SHARDED), Mapping):
+            wanted = parts_from_plain(skeleton[extra.SHARDED])
+            read = partial(read_training_state, directory, metadata, found)
+            state = collective.on_all_ranks(lambda: reshard(probe, found.ranks, read, wanted, manifest), group)
     saves = collective.all_gather((state["global_step"], state["world_size"]), group)
     if len(set(saves)) > 1:
         raise CheckpointMismatchError(
@@ -148,7 +155,7 @@ def load_training_state(
         logger.info("Read extra_state embedded in the DCP state dict")
     else:
         logger.info("Read extra_state from %s", extra.file_path(directory, state["rank"]))
-    return {**state, extra.MESH: mesh}
+    return {**({extra.SHARDED: {}} if extra.SHARDED in skeleton else {}), **state, extra.MESH: mesh}
 
 
 def _saved_mesh(manifest: Manifest | None, skeleton: Mapping[str, Any]) -> dict[str, Any] | None:
