@@ -21,6 +21,11 @@ def _run_not_compared(put: Saboteur) -> None:
     put.replace(f"{_FINGERPRINT}:find_differences", lambda original, *args: [])
 
 
+@sabotage("weights-alone-not-compared")
+def _weights_alone_not_compared(put: Saboteur) -> None:
+    put.replace("hyper_resume.checkpoint.dcp:DistributedCheckpointer.describe_run", lambda original, *args: None)
+
+
 @sabotage("options-not-described")
 def _options_not_described(put: Saboteur) -> None:
     put.replace(f"{_DESCRIPTION}:_group", lambda original, *args: {})
@@ -65,8 +70,8 @@ def _override_not_applied(put: Saboteur) -> None:
 def _description_of_the_checkpoint_kept(put: Saboteur) -> None:
     """After a restore, saves describe the run that was restored, whatever this run overrides."""
 
-    def compare(original: Any, fingerprint: Any, payload: Any, extra_state: Any) -> Any:
-        result = original(fingerprint, payload, extra_state)
+    def compare(original: Any, fingerprint: Any, payload: Any, extra_state: Any, described: Any) -> Any:
+        result = original(fingerprint, payload, extra_state, described)
         fingerprint._holding = extra_state["run"]
         return result
 

@@ -149,6 +149,13 @@ class CheckpointerBase(ABC):
         """Return the newest complete step directory under ``checkpoint_dir``, or None if there is none."""
         raise NotImplementedError(f"{type(self).__name__} can't search for the newest checkpoint")
 
+    def describe_run(self, path: str) -> Mapping[str, Any] | None:
+        """Return what the run that saved ``path`` is made of (``run`` in its training state); None if it isn't known.
+
+        Every rank calls it, right before a :meth:`load` that reads no training state.
+        """
+        return None
+
     def describe(self, path: str) -> Mapping[str, torch.Tensor | None] | None:
         """Describe the entries of the step directory, without reading tensors.
 

@@ -404,6 +404,11 @@ class DistributedCheckpointer(CheckpointerBase):
         _, metadata, _ = self._verified.verify(directory, self._group(), training_state=False)
         return describe_entries(metadata)
 
+    def describe_run(self, path: str) -> Mapping[str, Any] | None:
+        """Return what the run that saved ``path`` is made of, as rank 0 described it in the manifest."""
+        manifest, _, _ = self._verified.verify(Path(path), self._group(), training_state=False)
+        return None if manifest is None else manifest.run
+
     # ---- both -------------------------------------------------------------------------------------------------------
 
     def _group(self) -> dist.ProcessGroup | None:

@@ -59,6 +59,10 @@ class PointedCheckpointer(CheckpointerBase):
         """As the backend."""
         return self._backend.last_load
 
+    def describe_run(self, path: str) -> Mapping[str, Any] | None:
+        """As the backend."""
+        return self._backend.describe_run(path)
+
     def describe(self, path: str) -> Mapping[str, torch.Tensor | None] | None:
         """As the backend."""
         return self._backend.describe(path)

@@ -104,11 +104,15 @@ class _Restore:
         self._applied: Mapping[str, Any] = {}
         self._digests: Mapping[str, str] = {}
         self._entries: Mapping[str, Any] | None = None
+        # What the run that saved is made of, where no training state is read that says so.
+        self._described: Mapping[str, Any] | None = None
         self._streams = StreamIdentity(trainer)
 
     def run(self) -> Certificate:
         trainer, config, checkpointer = self._trainer, self._config, self._checkpointer
         self._entries = checkpointer.describe(self._path)
+        if not config.restore_train_state:
+            self._described = checkpointer.describe_run(self._path)
         for optimizer in reachable_optimizers(trainer.optimizer):
             register_optimizer_undo(optimizer, self._undo)
         self._destination = collective.on_all_ranks(
@@ -176,7 +180,7 @@ class _Restore:
             optimizers = flatten_optimizers(self._trainer.optimizer)
             payload["optimizer"] = saved.optimizers_now(optimizers, payload["optimizer"])
         saved.rename_schedulers(extra_state.get("lr_scheduler") or [])
-        run = self._fingerprint.compare(payload, extra_state)
+        run = self._fingerprint.compare(payload, extra_state, self._described)
         payload, extra_state = dict(run.payload), run.extra_state
         mismatches = find_mismatches(
             self._trainer, self._config, self._entries, payload, extra_state, self._path, self._streams

@@ -78,6 +78,16 @@ def find_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[D
     return [*_once(found.values()), *_frozen(saved, now)]
 
 
+def concerns_weights(one: Difference, now: Mapping[str, Any]) -> bool:
+    """Return whether the same weights are another model because of a difference; a dropout only changes their training."""
+    modules = now["model"].get("modules") or {}
+    classes = [modules.get(path[2], {}).get("class") for path in one.paths if path[:2] == ("model", "modules")]
+    is_dropout = "drop" in one.name.rpartition(".")[2] or any(
+        "Dropout" in str(text) for text in (*classes, one.saved, one.now)
+    )
+    return one.bucket == "model" and one.name.startswith("model.") and not is_dropout
+
+
 def known_names(now: Mapping[str, Any]) -> list[str]:
     """Return every name that ``checkpoint.override_on_restore`` may hold: values, and what they are part of."""
     rules = [rule for path, _ in _leaves(now) if (rule := _rule(path, now, now)) is not None and rule[1] is not None]
