@@ -26,7 +26,7 @@ from hyper_resume.state.optimizer import (
 from hyper_resume.state.rng import check_rng
 from hyper_resume.state.scheduler import check_scheduler_fields, check_schedulers
 from hyper_resume.state.stateful import check_sharding, check_stateful, refuse_sharded_parts
-from hyper_resume.trainer.payload import as_list, device_type, names_in, stateful_to_restore
+from hyper_resume.trainer.payload import as_list, device_type, stateful_to_restore
 from hyper_resume.trainer.resume_point import check_position, knows_position
 from hyper_resume.trainer.run_mesh import StreamIdentity
 from hyper_resume.trainer.saved_names import SavedNames
@@ -67,7 +67,7 @@ class Mismatches:
 def find_mismatches(
     trainer: Any,
     config: CheckpointingConfig,
-    entries: Mapping[str, Any] | None,
+    saved: SavedNames,
     payload: Mapping[str, Any],
     extra_state: Mapping[str, Any],
     path: str,
@@ -78,7 +78,7 @@ def find_mismatches(
     Args:
         trainer: the live trainer.
         config: which buckets are restored.
-        entries: the checkpoint's flattened entry names; None where the backend does not provide them.
+        saved: the names and entries of the checkpoint.
         payload: model and optimizer as they were read.
         extra_state: this rank's training state as it was read.
         path: the checkpoint, for messages.
@@ -88,10 +88,9 @@ def find_mismatches(
         CheckpointMismatchError: a bucket can't be applied at all.
     """
     mismatches = Mismatches()
-    if entries is not None:
-        entries_now = SavedNames(trainer.model, {}, entries).entries_now(entries)
-        mismatches.add("model", check_model(trainer.model, entries_now), warn=True)
-    _check_optimizer(mismatches, trainer, config, entries, payload, path)
+    if saved.entries is not None:
+        mismatches.add("model", check_model(trainer.model, saved.entries_now()), warn=True)
+    _check_optimizer(mismatches, trainer, config, saved, payload, path)
     if config.restore_train_state:
         _check_training_state(mismatches, trainer, extra_state, streams)
         for bucket, reason in reasons_of(extra_state.get(UNCOVERED) or ()).items():
@@ -99,7 +98,7 @@ def find_mismatches(
             if mismatches.absent.get(bucket) == _NOTHING:
                 # Neither side saves any, and there is some all the same.
                 del mismatches.absent[bucket]
-        unknown = sorted(name for name in entries or () if name.split(".", 1)[0] not in _KNOWN_ENTRIES)
+        unknown = sorted(name for name in saved.entries or () if name.split(".", 1)[0] not in _KNOWN_ENTRIES)
         if unknown:
             text = f"the checkpoint holds entries of no known bucket; not restored: {first_names(unknown)}"
             mismatches.add("stateful", [text], warn=True)
@@ -113,16 +112,15 @@ def _check_optimizer(
     mismatches: Mismatches,
     trainer: Any,
     config: CheckpointingConfig,
-    entries: Mapping[str, Any] | None,
+    saved: SavedNames,
     payload: Mapping[str, Any],
     path: str,
 ) -> None:
     if not config.restore_optimizer:
         mismatches.absent["optimizer"] = NOT_ASKED_FOR
         return
-    optimizers, names = flatten_optimizers(trainer.optimizer), names_in(trainer)
+    optimizers, names, entries = flatten_optimizers(trainer.optimizer), saved.names, saved.entries
     if entries is not None:
-        saved = SavedNames(trainer.model, names, entries)
         mismatches.add("optimizer", check_optimizer_count(optimizers, entries, path))
         mismatches.add("optimizer", check_optimizer_entries(optimizers, saved.parameters, entries))
         if saved.by_place and set(saved.parameters) < set(names):

@@ -103,22 +103,19 @@ class _Restore:
         # What was read, with the values that this run overrides.
         self._applied: Mapping[str, Any] = {}
         self._digests: Mapping[str, str] = {}
-        self._entries: Mapping[str, Any] | None = None
+        self._saved: SavedNames | None = None
         # What the run that saved is made of, where no training state is read that says so.
         self._described: Mapping[str, Any] | None = None
         self._streams = StreamIdentity(trainer)
 
     def run(self) -> Certificate:
         trainer, config, checkpointer = self._trainer, self._config, self._checkpointer
-        self._entries = checkpointer.describe(self._path)
+        self._saved = saved = SavedNames(trainer.model, names_in(trainer), checkpointer.describe(self._path))
         if not config.restore_train_state:
             self._described = checkpointer.describe_run(self._path)
         for optimizer in reachable_optimizers(trainer.optimizer):
             register_optimizer_undo(optimizer, self._undo)
-        self._destination = collective.on_all_ranks(
-            lambda: make_destination(trainer, config, self._entries, self._path)
-        )
-        saved = SavedNames(trainer.model, names_in(trainer), self._entries)
+        self._destination = collective.on_all_ranks(lambda: make_destination(trainer, config, saved, self._path))
         destination = saved.as_saved(self._destination)
         skeleton = collective.on_all_ranks(self._skeleton) if config.restore_train_state else None
         checkpointer.check_loaded = lambda read, extra_state: self._check_and_apply(saved, read, extra_state)
@@ -166,8 +163,8 @@ class _Restore:
         """Return the destination with the values of a payload that the backend has returned instead of filling it."""
         if "model" not in payload or payload["model"] is destination["model"]:
             return destination
-        self._entries = returned_payload.entries_of(payload)
-        made = make_destination(self._trainer, self._config, self._entries, self._path)
+        self._saved = SavedNames(self._trainer.model, names_in(self._trainer), returned_payload.entries_of(payload))
+        made = make_destination(self._trainer, self._config, self._saved, self._path)
         self._destination = returned_payload.values_for(
             made, payload, self._path, strict_model=not self._config.is_peft
         )
@@ -183,7 +180,7 @@ class _Restore:
         run = self._fingerprint.compare(payload, extra_state, self._described)
         payload, extra_state = dict(run.payload), run.extra_state
         mismatches = find_mismatches(
-            self._trainer, self._config, self._entries, payload, extra_state, self._path, self._streams
+            self._trainer, self._config, self._saved or saved, payload, extra_state, self._path, self._streams
         )
         mismatches.overridden = run.overridden
         for bucket, reasons in run.reasons.items():
