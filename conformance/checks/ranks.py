@@ -12,7 +12,7 @@ from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
 from conformance.records.evidence import Evidence, EvidenceError, LegEvidence
 from conformance.records.trajectory import TrajectoryRecord
 
-_COPIED = ("model", "optimizer")
+_COPIED = ("model", "optimizer", "stateful")
 _BUCKET_OF_COLUMN = {"samples": "train_dataloader", "rng": "rng_state"}
 
 
@@ -48,7 +48,9 @@ def ranks_share(
 
 @CHECKS.register(needs=("events.saved", "ranks.many"))
 def copies_agree(evidence: Evidence, *, leg: str, groups: tuple[tuple[int, ...], ...], entries: str) -> CheckOutcome:
-    """At every save and at the end, the ranks of a group hold equal copies of the model's and optimizer's ``entries``, a glob.
+    """At every save and at the end, the ranks of a group hold equal copies of model, optimizer and other objects.
+
+    ``entries`` is a glob over their entries.
 
     What is compared is each rank's own part: ranks of two groups hold other parts, or the check could not have failed.
     """

@@ -54,6 +54,11 @@ def _new_streams_by_rank(put: Saboteur) -> None:
     put.replace(f"{_MESH}:derive_streams", derive)
 
 
+@sabotage("parts-not-put-together")
+def _parts_not_put_together(put: Saboteur) -> None:
+    put.replace("hyper_resume.checkpoint.loading.reading:reshard", lambda original, first, *args: first)
+
+
 @sabotage("muon-momentum-left-behind")
 def _muon_momentum_left_behind(put: Saboteur) -> None:
     def apply(original: Any, optimizers: Any, names: Any, loaded: Any, **how: Any) -> None:
