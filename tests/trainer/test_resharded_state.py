@@ -247,6 +247,13 @@ def test_copies_of_a_part_that_differ_are_refused() -> None:
         put_together(states, offsets=[0, 0], sizes=[4, 2])
 
 
+def test_parts_of_two_saves_are_refused() -> None:
+    states = halves()
+    states[1]["save_id"] = "another"
+    with pytest.raises(CheckpointMismatchError, match=r"the extra_state of rank 1.*step 1 of the same save"):
+        put_together(states, offsets=[0, 0], sizes=[4, 2])
+
+
 def test_a_part_that_no_rank_saved_is_refused() -> None:
     with pytest.raises(CheckpointMismatchError, match="parts for all of its 8 elements"):
         put_together(halves()[:1], offsets=[0, 0], sizes=[4, 2])

@@ -93,10 +93,13 @@ def read_training_state(
         CheckpointMismatchError: it can't be decoded, has a newer format, or was written by another rank.
     """
     if layout.kind == "per_rank":
-        return extra.read_file(directory, rank)
-    names = extra.embedded_names(metadata, rank)
-    values = load_entries(dict.fromkeys(names.values()), directory, metadata).values
-    return extra.unwrap_embedded({key: values[name] for key, name in names.items()}, rank, str(directory))
+        state = extra.read_file(directory, rank)
+    else:
+        names = extra.embedded_names(metadata, rank)
+        values = load_entries(dict.fromkeys(names.values()), directory, metadata).values
+        state = extra.unwrap_embedded({key: values[name] for key, name in names.items()}, rank, str(directory))
+    # A load says this of what it has put together; no file can.
+    return {key: value for key, value in state.items() if key != extra.RESHARDED}
 
 
 def load_training_state(

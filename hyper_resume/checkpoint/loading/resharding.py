@@ -90,8 +90,10 @@ def reshard(
     rests: dict[str, set[str]] = {}
     for rank in ranks:
         state = read(rank)
+        where = f"the extra_state of rank {rank}"
+        if _save_of(state) != _save_of(first):
+            raise _unreadable(where, f"step {first['global_step']} of the same save", f"step {state['global_step']}")
         if manifest is not None:
-            where = f"{extra.DIRECTORY_NAME} of rank {rank}"
             compare_digests(extra.saved_digests(manifest, state), extra.bucket_digests(state), where)
         parts = parts_from_plain(state.get(extra.SHARDED))
         for name, value in (state.get(STATEFUL) or {}).items():
@@ -112,6 +114,10 @@ def reshard(
     kept = {path: part.to_plain() for path, part in saved.items()}
     now = {path: wanted[path].to_plain() for path in whole}
     return {**first, STATEFUL: stateful, extra.SHARDED: {**kept, **now}, extra.RESHARDED: [differing, sorted(whole)]}
+
+
+def _save_of(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(state.get(key) for key in ("global_step", "world_size", "save_id"))
 
 
 class _Pieces:
