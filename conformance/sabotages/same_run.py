@@ -8,8 +8,8 @@ from typing import Any
 
 from conformance.sabotages.saboteur import Saboteur, sabotage
 
-_FINGERPRINT = "hyper_resume.trainer.run_fingerprint"
-_DESCRIPTION = "hyper_resume.trainer.run_description"
+_FINGERPRINT = "hyper_resume.trainer.run.fingerprint"
+_DESCRIPTION = "hyper_resume.trainer.run.description"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
 
 
@@ -88,7 +88,7 @@ def _held_values_not_described(put: Saboteur) -> None:
 
 @sabotage("schedule-order-not-observed")
 def _schedule_order_not_observed(put: Saboteur) -> None:
-    put.replace("hyper_resume.trainer.schedule_order:ScheduleOrder.begin", lambda original, *args: None)
+    put.replace("hyper_resume.trainer.run.schedule_order:ScheduleOrder.begin", lambda original, *args: None)
 
 
 @sabotage("moving-loader-not-named")

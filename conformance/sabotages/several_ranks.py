@@ -10,7 +10,7 @@ from typing import Any
 from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _RESTORE = "hyper_resume.trainer.restore"
-_MESH = "hyper_resume.trainer.run_mesh"
+_MESH = "hyper_resume.trainer.run.mesh"
 _CALLBACK_MODULE = "hyper_resume.trainer.callbacks.checkpointer"
 _CALLBACK = f"{_CALLBACK_MODULE}:CheckpointerCallback"
 _STORAGE = "hyper_resume.checkpoint.dcp:DistributedCheckpointer"

@@ -28,7 +28,7 @@ from hyper_resume.state.scheduler import check_scheduler_fields, check_scheduler
 from hyper_resume.state.stateful import check_sharding, check_stateful, refuse_sharded_parts
 from hyper_resume.trainer.payload import as_list, device_type, stateful_to_restore
 from hyper_resume.trainer.resume_point import check_position, knows_position
-from hyper_resume.trainer.run_mesh import StreamIdentity
+from hyper_resume.trainer.run.mesh import StreamIdentity
 from hyper_resume.trainer.saved_names import SavedNames
 from hyper_resume.trainer.uncovered import reasons_of
 

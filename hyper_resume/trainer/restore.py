@@ -38,8 +38,8 @@ from hyper_resume.trainer.payload import (
     stateful_to_restore,
 )
 from hyper_resume.trainer.resume_point import resume_point
-from hyper_resume.trainer.run_fingerprint import RunFingerprint
-from hyper_resume.trainer.run_mesh import StreamIdentity
+from hyper_resume.trainer.run.fingerprint import RunFingerprint
+from hyper_resume.trainer.run.mesh import StreamIdentity
 from hyper_resume.trainer.saved_names import SavedNames
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from hyper_resume.config import CheckpointingConfig
 from hyper_resume.errors import CheckpointMismatchError
 from hyper_resume.state.certificate import read_certificate
 from hyper_resume.trainer.callbacks import CheckpointerCallback
-from hyper_resume.trainer.run_description import describe_run
-from hyper_resume.trainer.run_differences import find_differences
+from hyper_resume.trainer.run.description import describe_run
+from hyper_resume.trainer.run.differences import find_differences
 from tests.ranks import run_ranks
 from tests.trainer.changed_runs import Change, certified, trained, unchanged, verdicts, warnings, with_options
 from tests.trainer.custom_trainer import make_custom_trainer

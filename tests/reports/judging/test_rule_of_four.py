@@ -10,7 +10,7 @@ import pytest
 
 from hyper_resume.state.certificate import BucketCertificate, Certificate
 from hyper_resume.state.certificate import certify_bucket as certify
-from hyper_resume.trainer.run_differences import Difference
+from hyper_resume.trainer.run.differences import Difference
 from hyper_resume.trainer.uncovered import reasons_of
 from reports.contents.document import QUESTIONS, FourAnswers, Question
 from reports.judging.assemble import Assembled, assemble

@@ -60,7 +60,7 @@ class Difference:
 
 
 def find_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences of two descriptions (:func:`~hyper_resume.trainer.run_description.describe_run`).
+    """Return the differences of two descriptions (:func:`~hyper_resume.trainer.run.description.describe_run`).
 
     ``saved`` may come from any version of this library: what only one of the two describes is no difference.
     """

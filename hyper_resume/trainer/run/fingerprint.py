@@ -18,8 +18,8 @@ from hyper_resume.state.held_optimizers import names_of
 from hyper_resume.state.planned_schedule import Replay, replay
 from hyper_resume.state.scheduler import collect_schedulers
 from hyper_resume.trainer.payload import as_list, names_in, reachable_optimizers
-from hyper_resume.trainer.run_description import describe_run, group_name
-from hyper_resume.trainer.run_differences import (
+from hyper_resume.trainer.run.description import describe_run, group_name
+from hyper_resume.trainer.run.differences import (
     Difference,
     Holder,
     concerns_weights,
@@ -52,7 +52,7 @@ class RunComparison:
 
 
 class RunFingerprint:
-    """The description of this run on this rank, as it holds; see :mod:`hyper_resume.trainer.run_description`."""
+    """The description of this run on this rank, as it holds; see :mod:`hyper_resume.trainer.run.description`."""
 
     def __init__(self, trainer: Any, config: CheckpointingConfig) -> None:
         """Describe the new trainer, before anything is restored or trained.
