@@ -25,16 +25,15 @@ _WORDS: Mapping[Question, re.Pattern[str]] = {
         r"|\bat the first (?:batch|forward pass|step)\b"
     ),
     "same_thing": re.compile(
-        r" -> .* \((?:the checkpoint's|this run's) holds\)|^the data(?: loader)? has changed since the checkpoint\b"
+        r"^[\w.*-]+: .+ -> |^the data(?: loader)? has changed since the checkpoint\b"
         r"|^the (?:number of ranks|mesh) changed\b|^this is the training state of rank\b|\bmore differences of this kind$"
         r"|\bwhich this (?:trainer|model) does not have\b|\bthat this model does not have\b|\bof no known bucket\b"
         r"|^the checkpoint holds (?:\d+|the) (?:lr schedulers|optimizers)\b|\bby their position\b|^no saved parameter group\b"
-        r"|^the saved state of lr scheduler \d+ lacks\b"
+        r"|^the saved state of lr scheduler \d+ lacks\b|^global_step \d+ at \d+ steps per epoch\b"
     ),
     "came_back": re.compile(
         r"\bdiffers from what was (?:read|saved)$|^the checkpoint holds no\b|\bstarts fresh$"
-        r"|\breplayed from its start$|^global_step \d+ at \d+ steps per epoch\b|^no device stream was saved\b"
-        r"|\blocal parts come back\b"
+        r"|\breplayed from its start$|^no device stream was saved\b|\blocal parts come back\b"
     ),
 }
 _OVERRIDDEN = "overridden: "

@@ -32,6 +32,11 @@ SCHEDULE = (
     "lr 0.01, as saved; planned by this run's configuration it has lr 0.02; to take this run's schedule, set "
     "checkpoint.override_on_restore=[lr_scheduler]"
 )
+BASE = Difference(
+    name="model.frozen", saved="ab12", now="cd34; 2 of 6 parameters and buffers that are not saved have other values: a, b",
+    bucket="model", paths=(),
+).text("now")  # fmt: skip
+PLACE = "global_step 4 at 8 steps per epoch is epoch 0, step 4, but the data position is epoch 0, step 2"
 (UNCOVERED,) = reasons_of(["trainer.ema.0"]).values()
 MOVED = "iter() of a DataLoader draws from the torch_cpu stream, also in the middle of an epoch: make it resumable"
 DATA = "the data has changed since the checkpoint (dp_world_size saved 4, current 2; batch_size saved 1, current 2)"
@@ -87,6 +92,8 @@ REASONS = [
     (LR, "same_thing"),
     (SCHEDULE, "same_thing"),
     (DATA, "same_thing"),
+    (BASE, "same_thing"),
+    (PLACE, "same_thing"),
     (MESH, "same_thing"),
     ("and 3 more differences of this kind", "same_thing"),
     ("the checkpoint holds model entries that this model does not have; not restored: model.x", "same_thing"),
