@@ -21,8 +21,8 @@ from reports.reading.redact import redact
 _WORDS: Mapping[Question, re.Pattern[str]] = {
     "complete": re.compile(r"^moves and is not saved: "),
     "still_there": re.compile(
-        r"\bdraws from the \w+ stream\b|^the \w+ stream is drawn from by|\bbefore the first (?:batch|forward pass|step)\b"
-        r"|\bat the first (?:batch|forward pass|step)\b"
+        r"^the random streams moved between the restore and\b|\bdraws from the \w+ stream\b|^the \w+ stream is drawn from by\b"
+        r"|\b(?:before|at) the first (?:batch|forward pass|step)\b"
     ),
     "same_thing": re.compile(
         r"^[\w.*-]+: .+ -> |^the data(?: loader)? has changed since the checkpoint\b"
