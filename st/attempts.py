@@ -17,14 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conformance.checks.certificates import certified_buckets
 from conformance.checks.compare import ComparisonError, compare_trajectories
+from conformance.judging.certified import false_exact
 from conformance.matrix.faults import POINTER_NAME
 from conformance.matrix.given import complete
 from conformance.matrix.script import LegFault
 from conformance.processes.launching import Launcher
 from conformance.records.comparison import Divergence
 from conformance.records.evidence import EvidenceError, LegEvidence, unexpected_ends
-from conformance.records.results import LegRecord
+from conformance.records.results import LegRecord, Outcome
 from conformance.records.trajectory import Trajectory
 from conformance.running.adapter import Adapter, Job, JobFault
 from conformance.running.legs import LegPlan, run_leg
@@ -48,10 +50,19 @@ class InconclusiveError(RuntimeError):
 class ViolationError(RuntimeError):
     """An attempt broke a rule. The message is the finding; ``divergence`` is the first difference from the reference."""
 
-    def __init__(self, message: str, divergence: Divergence | None = None, *, is_about_the_kill: bool = False) -> None:
-        """``divergence`` is None where no step was compared; ``is_about_the_kill`` when the attempt's own fault went wrong."""
+    def __init__(
+        self,
+        message: str,
+        divergence: Divergence | None = None,
+        *,
+        is_about_the_kill: bool = False,
+        outcome: Outcome = "fail",
+    ) -> None:
+        """``divergence`` is None where no step was compared; ``is_about_the_kill`` when the attempt's own fault went wrong;
+        ``outcome`` is ``false_exact`` where the certificate denies the divergence.
+        """
         super().__init__(message)
-        self.divergence, self.is_about_the_kill = divergence, is_about_the_kill
+        self.divergence, self.is_about_the_kill, self.outcome = divergence, is_about_the_kill, outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,19 +269,23 @@ class AttemptRunner:
         last = trajectory.last_common_step() if trajectory.ranks else None
         if last is None or len(trajectory.ranks) < len(evidence.record.ranks):
             return restored
+        near = _near(self._reference.trajectory, restored + 1, last)
+        self._require_as_certified(evidence, near, restored)
         firsts = {trajectory.first_step(rank) for rank in trajectory.ranks}
         if firsts != {restored + 1}:
             raise ViolationError(f"restored step {restored}, and the first step trained is {firsts}")
-        near = _near(self._reference.trajectory, restored + 1, last)
         comparison = compare_trajectories(near, trajectory, restored + 1, last, may_be_constant=("lr",))
-        first = comparison.divergence
-        if first is not None:
-            raise ViolationError(
-                f"resumed at {restored}, differs at step {first.step}, rank {first.rank}, bucket {first.bucket} "
-                f"({first.column}): {first.resumed} instead of {first.reference}",
-                first,
-            )
+        if comparison.divergence is not None:
+            raise ViolationError(_told(restored, comparison.divergence), comparison.divergence)
         return last
+
+    def _require_as_certified(self, evidence: LegEvidence, reference: Trajectory, restored: int) -> None:
+        verdicts = certified_buckets(evidence)
+        first = false_exact(reference, evidence.trajectory, restored, verdicts)
+        if first is not None:
+            says = ", ".join(f"{bucket} {verdict}" for bucket, verdict in verdicts.items())
+            message = f"{_told(restored, first)}, and its certificate says: {says}"
+            raise ViolationError(message, first, outcome="false_exact")
 
     def prune(self, keep: int) -> None:
         """Delete all step directories except the newest ``keep``, as retention would, to save disk space."""
@@ -280,6 +295,13 @@ class AttemptRunner:
         )
         for path in steps[:-keep]:
             shutil.rmtree(path)
+
+
+def _told(restored: int, first: Divergence) -> str:
+    return (
+        f"resumed at {restored}, differs at step {first.step}, rank {first.rank}, bucket {first.bucket} "
+        f"({first.column}): {first.resumed} instead of {first.reference}"
+    )
 
 
 def _require_end(record: LegRecord, evidence: LegEvidence) -> None:

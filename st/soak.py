@@ -309,8 +309,9 @@ class _AttemptSequence:
                 attempt = self._live(kill, before)
             except ViolationError as error:
                 own = kill is not None and error.is_about_the_kill
-                self._report((kill, None, time.monotonic() - begun) if kill and own else before, None, "fail", error)
-                return "fail", self._where(kill, error)
+                at_fault = (kill, None, time.monotonic() - begun) if kill and own else before
+                self._report(at_fault, None, error.outcome, error)
+                return error.outcome, self._where(kill, error)
             except InconclusiveError as error:
                 self._report(before, None, "error", error)
                 return "error", self._where(kill, error)

@@ -90,19 +90,20 @@ class SweepOutcome:
     def outcome(self) -> Outcome:
         """``pass`` when every point that was tried passed, and some were."""
         found = {kill.outcome for kill in self.kills}
-        if "fail" in found:
-            return "fail"
-        return "pass" if found == {"pass"} else "error"
+        worst: Sequence[Outcome] = ("false_exact", "fail")
+        return next((one for one in worst if one in found), "pass" if found == {"pass"} else "error")
 
     @property
     def summary(self) -> str:
         """One line."""
         lost = [kill.lost_steps for kill in self.kills if kill.lost_steps is not None]
         red = sum(kill.outcome != "pass" for kill in self.kills)
+        false = sum(kill.outcome == "false_exact" for kill in self.kills)
         new = sum(kill.resumed_at == STEP for kill in self.kills)
+        told = f", {false} of them under a certificate that says exact" if false else ""
         return (
-            f"{len(self.kills)} of {self.points} points tried, {red} red; resumed at step {STEP} {new} times, otherwise at "
-            f"{BEFORE}; lost at most {max(lost, default=0)} steps"
+            f"{len(self.kills)} of {self.points} points tried, {red} red{told}; resumed at step {STEP} {new} times, "
+            f"otherwise at {BEFORE}; lost at most {max(lost, default=0)} steps"
         )
 
 
@@ -222,7 +223,7 @@ class Sweep:
             _require_little_lost(training, killed, resumed)
             _require_clean(runner)
         except ViolationError as error:
-            outcome, reason, divergence = "fail", str(error), error.divergence
+            outcome, reason, divergence = error.outcome, str(error), error.divergence
         except InconclusiveError as error:
             outcome, reason = "error", str(error)
         if outcome == "pass" and not self._keep:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
 from conformance.checks.restoring import Bucket
+from conformance.records.certificate_text import certificate_lines, certified_lines
 from conformance.records.evidence import Evidence, EvidenceError, LegEvidence
 
-_TITLE = "Restore certificate of "
-_LINE = re.compile(r"\s+(\w+)\s+(exact|degraded|absent)\b(.*)")
 # An absent bucket that no run of this trainer has lost: neither side has any.
-_NOTHING_THERE = "(neither "
+_NOTHING_THERE = "neither "
 # An exact bucket of another run: what differs was declared as wanted.
-_OVERRIDDEN = "(overridden: "
+_OVERRIDDEN = "overridden: "
 
 
 @CHECKS.register(needs=("events.log",))
@@ -44,8 +42,9 @@ def certifies(
     }
     if not wanted:
         raise EvidenceError("no bucket is named, so the check could not have failed")
-    lines = _certificate(evidence.leg(leg))
-    found = [(match.group(1), match.group(2)) for line in lines if (match := _LINE.fullmatch(line))]
+    events = evidence.leg(leg).all_events
+    lines = certificate_lines(events)
+    found = [(line.bucket, line.verdict) for line in certified_lines(events)]
     wrong = [bucket for bucket, word in wanted.items() if [word] != [text for name, text in found if name == bucket]]
     strange = [bucket for bucket, _ in found if bucket not in wanted]
     unsaid = [words for words in reasons if not any(words in line for line in lines)]
@@ -64,23 +63,14 @@ def certified_buckets(leg: LegEvidence) -> dict[str, str]:
     a certificate. A bucket is as good as its worst rank.
     """
     found: dict[str, str] = {}
-    for line in _certificate(leg):
-        match = _LINE.fullmatch(line)
-        if match is None:
-            continue
-        bucket, word, rest = match.groups()
+    for line in certified_lines(leg.all_events):
+        word = line.verdict
         if word == "absent":
-            word = "nothing" if rest.lstrip().startswith(_NOTHING_THERE) else "not exact"
-        is_other = word == "degraded" or rest.lstrip().startswith(_OVERRIDDEN)
+            word = "nothing" if line.text.startswith(_NOTHING_THERE) else "not exact"
+        is_other = word == "degraded" or line.text.startswith(_OVERRIDDEN)
         verdict = "not exact" if is_other else word
-        found[bucket] = verdict if found.get(bucket) in (None, verdict) else "not exact"
+        found[line.bucket] = verdict if found.get(line.bucket) in (None, verdict) else "not exact"
     return found
-
-
-def _certificate(leg: LegEvidence) -> list[str]:
-    """The lines of the last certificate under its title."""
-    certificates = [event.data["message"] for event in leg.events("log", 0) if event.data["message"].startswith(_TITLE)]
-    return certificates[-1].splitlines()[1:] if certificates else []
 
 
 def _listed(wanted: Mapping[Bucket, str]) -> str:

@@ -1,16 +1,18 @@
-"""Checks across ranks: which ranks have the same samples and random streams, and which share none."""
+"""Checks across ranks: which ranks have the same samples and random streams, which share none, and whose copies are equal."""
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Literal
 
 from conformance.checks.compare import bits, cells
 from conformance.checks.outcome import CHECKS, CheckOutcome, verdict
-from conformance.records.evidence import Evidence, EvidenceError
+from conformance.records.evidence import Evidence, EvidenceError, LegEvidence
 from conformance.records.trajectory import TrajectoryRecord
 
+_COPIED = ("model", "optimizer", "stateful")
 _BUCKET_OF_COLUMN = {"samples": "train_dataloader", "rng": "rng_state"}
 
 
@@ -42,6 +44,50 @@ def ranks_share(
         observed=problem or "so it is",
         blames=_BUCKET_OF_COLUMN[column],
     )
+
+
+@CHECKS.register(needs=("events.saved", "ranks.many"))
+def copies_agree(evidence: Evidence, *, leg: str, groups: tuple[tuple[int, ...], ...], entries: str) -> CheckOutcome:
+    """At every save and at the end, the ranks of a group hold equal copies of model, optimizer and other objects.
+
+    ``entries`` is a glob over their entries.
+
+    What is compared is each rank's own part: ranks of two groups hold other parts, or the check could not have failed.
+    """
+    found = evidence.leg(leg)
+    moments = [(kind, place) for kind in ("saved", "end") for place in range(len(found.events(kind, 0)))]
+    compared = 0
+    for kind, place in moments:
+        states = [_entries(found, kind, place, rank, entries) for rank in range(len(found.record.ranks))]
+        compared += len(states[0])
+        for one, other in combinations((group[0] for group in groups), 2):
+            if states[one] == states[other]:
+                raise EvidenceError(
+                    f"ranks {one} and {other} hold the same {entries}, so the check could not have failed"
+                )
+        for group in groups:
+            for rank in group[1:]:
+                different = [name for name, text in states[group[0]].items() if states[rank].get(name) != text]
+                if different:
+                    return verdict(
+                        False,
+                        expected=f"equal copies of {entries} within {[list(group) for group in groups]}",
+                        observed=f"{kind}: ranks {group[0]} and {rank} hold different {different[0]}",
+                        blames=different[0].partition("/")[0],
+                    )
+    if not compared:
+        raise EvidenceError(f"leg {leg}: no save with an entry {entries!r}")
+    return verdict(True, expected=f"equal copies of {entries}", observed=f"{compared} entries equal", blames=None)
+
+
+def _entries(leg: LegEvidence, kind: str, place: int, rank: int, entries: str) -> dict[str, str]:
+    buckets = leg.events(kind, rank)[place].data["buckets"]
+    return {
+        f"{bucket}/{name}": text
+        for bucket in _COPIED
+        for name, text in buckets.get(bucket, {}).items()
+        if fnmatch.fnmatchcase(name, entries)
+    }
 
 
 def _first_problem(step: dict[int, TrajectoryRecord], column: str, groups: Sequence[Sequence[int]]) -> str:

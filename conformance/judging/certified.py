@@ -8,6 +8,9 @@ resumed leg's steps are compared with it, whatever the case's own checks say. It
 * the leg that saved was, at the saved step, where the reference was;
 * no fault of the script edited what the checkpoint holds.
 
+Where the leg that saved was elsewhere (it had resumed on another mesh), it is itself the uninterrupted run: the steps that it
+trained after the save are compared. A reference of its ``given`` must then show that such a training repeats bit for bit.
+
 The leg that resumed may be given something else (another lr, a base model): then its certificate must not say ``exact``, unless
 the difference is declared as wanted and the certificate names it (``exact (overridden: ...)``, which promises no bits). It is
 left out only where records can't be compared: another world size, or the parameter groups in another order.
@@ -29,7 +32,7 @@ from conformance.matrix.script import FaultStep, LegStep
 from conformance.records.comparison import Divergence
 from conformance.records.evidence import Evidence, EvidenceError, LegEvidence
 from conformance.records.results import CheckRecord
-from conformance.records.trajectory import TrajectoryRecord
+from conformance.records.trajectory import Trajectory, TrajectoryRecord
 
 CERTIFIED = "certified_exact"
 # What of `given` changes no step: when and where it is saved, and what the harness does meanwhile.
@@ -77,11 +80,8 @@ def _checks_of(case: Case, place: int, step: LegStep, evidence: Evidence) -> Ite
         if source is None:
             return
         saver, saved_step = source
-        for other in case.legs:
-            if other.role != "reference" or _layout(case, other) != _layout(case, step):
-                continue
-            if _is_saved_run(case, other, saver, saved_step, evidence):
-                yield from _compare(leg, evidence.legs[other.leg], saved_step, verdicts)
+        for run in _saved_runs(case, step, saver, saved_step, evidence):
+            yield from _compare(leg, run, saved_step, verdicts)
     except EvidenceError:
         return  # a leg without records of steps
 
@@ -102,19 +102,36 @@ def _saved_by(case: Case, place: int, leg: LegEvidence, evidence: Evidence) -> t
     return None
 
 
-def _is_saved_run(case: Case, reference: LegStep, saver: LegStep, saved_step: int, evidence: Evidence) -> bool:
-    """True when ``reference`` is, uninterrupted, the run that ``saver`` saved at ``saved_step``."""
-    calibration = evidence.calibrations.get(reference.leg)
-    if calibration is None or not calibration.equal:
-        return False
+def _saved_runs(
+    case: Case, step: LegStep, saver: LegStep, saved_step: int, evidence: Evidence
+) -> Iterator[LegEvidence]:
+    """Yield the legs that are, uninterrupted, the run that ``saver`` saved, and whose records ``step`` can be compared with."""
+    repeating = [leg for leg in case.legs if _repeats(leg, evidence) and _is_alike(case, leg, saver)]
+    references = [leg for leg in repeating if _is_at(evidence, leg, saver, saved_step)]
+    found = references or ([saver] if repeating else [])
+    for leg in found:
+        if _layout(case, leg) == _layout(case, step):
+            yield evidence.legs[leg.leg]
+
+
+def _repeats(leg: LegStep, evidence: Evidence) -> bool:
+    """True for a reference of which two runs are equal bit for bit."""
+    calibration = evidence.calibrations.get(leg.leg)
+    return leg.role == "reference" and calibration is not None and calibration.equal
+
+
+def _is_alike(case: Case, reference: LegStep, saver: LegStep) -> bool:
+    """True when both legs are given the same training."""
     one, other = (replace(case.leg_given(leg), **_NO_MATTER) for leg in (reference, saver))
     # The trainer's own program plans its schedule up to the last step.
-    is_planned_alike = one.config is None or reference.until_step == saver.until_step
-    if one != other or not is_planned_alike:
-        return False
-    if saved_step == 0:
+    return one == other and (one.config is None or reference.until_step == saver.until_step)
+
+
+def _is_at(evidence: Evidence, reference: LegStep, saver: LegStep, step: int) -> bool:
+    """True when both legs are at the same point after ``step``."""
+    if step == 0:
         return True
-    expected, found = (_at_step(evidence.legs[leg.leg], saved_step) for leg in (reference, saver))
+    expected, found = (_at_step(evidence.legs[leg.leg].trajectory, step) for leg in (reference, saver))
     return expected.keys() == found.keys() and not any(_differences(expected[rank], found[rank]) for rank in found)
 
 
@@ -124,12 +141,12 @@ def _layout(case: Case, leg: LegStep) -> tuple[object, ...]:
     return given.world_size, given.optimizer.groups
 
 
-def _steps(leg: LegEvidence) -> set[int]:
-    return {record.global_step for own in leg.trajectory.records.values() for record in own}
+def _steps(trajectory: Trajectory) -> set[int]:
+    return {record.global_step for own in trajectory.records.values() for record in own}
 
 
-def _at_step(leg: LegEvidence, step: int) -> dict[int, TrajectoryRecord]:
-    records = leg.trajectory.records
+def _at_step(trajectory: Trajectory, step: int) -> dict[int, TrajectoryRecord]:
+    records = trajectory.records
     return {rank: record for rank, own in records.items() for record in own if record.global_step == step}
 
 
@@ -137,15 +154,10 @@ def _compare(
     leg: LegEvidence, reference: LegEvidence, saved_step: int, verdicts: Mapping[str, str]
 ) -> Iterator[CheckRecord]:
     """Compare the steps that both have; without one there is no record."""
-    steps = sorted(_steps(leg) & _steps(reference))
-    if not steps:
+    if not _steps(leg.trajectory) & _steps(reference.trajectory):
         return
     name, says = reference.record.leg, ", ".join(f"{bucket} {verdict}" for bucket, verdict in verdicts.items())
-    inexact = {bucket for bucket, verdict in verdicts.items() if verdict == "not exact"}
-    if steps[0] != saved_step + 1:
-        first = None if "progress" in inexact else _misplaced(saved_step, steps[0])
-    else:
-        first = _first_unexplained(leg, reference, steps, inexact)
+    first = false_exact(reference.trajectory, leg.trajectory, saved_step, verdicts)
     observed = "identical, or explained by what is not exact"
     if first is not None:
         where = f"step {first.step}, rank {first.rank}, {first.column}"
@@ -161,17 +173,40 @@ def _compare(
     )
 
 
+def false_exact(
+    reference: Trajectory, found: Trajectory, saved_step: int, verdicts: Mapping[str, str]
+) -> Divergence | None:
+    """The first difference from the uninterrupted run that the certificate of a restore denies.
+
+    Args:
+        reference: the uninterrupted run.
+        found: what was trained after the restore.
+        saved_step: the step that was restored.
+        verdicts: what :func:`~conformance.checks.certificates.certified_buckets` returns.
+
+    Returns:
+        None where nothing is certified as exact, no step is in both, or a bucket that is not exact explains the difference.
+    """
+    steps = sorted(_steps(found) & _steps(reference))
+    if not steps or "exact" not in verdicts.values():
+        return None
+    inexact = {bucket for bucket, verdict in verdicts.items() if verdict == "not exact"}
+    if steps[0] != saved_step + 1:
+        return None if "progress" in inexact else _misplaced(saved_step, steps[0])
+    return _first_unexplained(found, reference, steps, inexact)
+
+
 def _first_unexplained(
-    leg: LegEvidence, reference: LegEvidence, steps: Sequence[int], inexact: Collection[str]
+    found: Trajectory, reference: Trajectory, steps: Sequence[int], inexact: Collection[str]
 ) -> Divergence | None:
     """The first difference, if no bucket of ``inexact`` can have caused it."""
     causes: Set[str] = set().union(*(_CAN_CHANGE.get(bucket, _ANY) for bucket in inexact))
     for step in steps:
-        expected, found = _at_step(reference, step), _at_step(leg, step)
+        expected, own = _at_step(reference, step), _at_step(found, step)
         differences = [
             (ALL_COLUMNS.index(column), rank, difference)
-            for rank in sorted(expected.keys() & found.keys())
-            for column, difference in _differences(expected[rank], found[rank]).items()
+            for rank in sorted(expected.keys() & own.keys())
+            for column, difference in _differences(expected[rank], own[rank]).items()
         ]
         unexplained = [item for item in differences if ALL_COLUMNS[item[0]] not in causes]
         if unexplained:

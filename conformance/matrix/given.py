@@ -231,8 +231,9 @@ class Given:
     device: where it trains. world_size: processes (gloo on cpu), joined by a file in the leg's folder.
     parallel: with world_size > 1: ``fsdp`` torch's FSDP2 over all ranks; ``tp2-fsdp`` ``hidden`` split in two by its
         columns, FSDP2 over the ranks that hold the same half (the two halves of a pair read the same data and draw the same
-        numbers); ``replicated`` the whole model on each rank, gradients averaged. The data's dp_rank and dp_world_size are
-        then the process group's (with ``tp2-fsdp`` the pair's).
+        numbers); ``fsdp-tp2`` the same with the mesh's dimensions swapped, so that ranks 0 and 2 are a pair; ``replicated``
+        the whole model on each rank, gradients averaged. The data's dp_rank and dp_world_size are then the process group's
+        (with pairs the pair's).
     seed: of model, data order and streams (rank r trains with streams of seed + r).
     noise: what draws from Python's, NumPy's and torch's streams in addition to dropout: ``loss`` scales the loss by draws from
         Python and NumPy; ``dataset`` adds to each sample draws from all three while it is read.
@@ -268,7 +269,7 @@ class Given:
     overrides: tuple[str, ...] = ()
     device: Literal["cpu", "cuda", "npu"] = "cpu"
     world_size: int = 1
-    parallel: Literal["fsdp", "replicated", "tp2-fsdp"] = "fsdp"
+    parallel: Literal["fsdp", "replicated", "tp2-fsdp", "fsdp-tp2"] = "fsdp"
     seed: int = 1234
     model: ModelGiven = field(default_factory=ModelGiven)
     optimizer: OptimizerGiven = field(default_factory=OptimizerGiven)

@@ -9,7 +9,7 @@ from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _COVERAGE = "hyper_resume.state.coverage"
 _RESTORE = "hyper_resume.trainer.restore"
-_MESH = "hyper_resume.trainer.run_mesh"
+_MESH = "hyper_resume.trainer.run.mesh"
 
 
 @sabotage("coverage-finds-nothing")

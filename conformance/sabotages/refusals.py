@@ -105,13 +105,13 @@ def _absent_optimizer_state_refused(put: Saboteur) -> None:
 
 @sabotage("another-count-refused")
 def _another_count_refused(put: Saboteur) -> None:
-    def make_destination(original: Any, trainer: Any, config: Any, entries: Any, path: str) -> Any:
+    def make_destination(original: Any, trainer: Any, config: Any, saved: Any, path: str) -> Any:
         from hyper_resume.state.optimizer import flatten_optimizers, saved_optimizer_count
 
-        if saved_optimizer_count(entries) != len(flatten_optimizers(trainer.optimizer)):
+        if saved_optimizer_count(saved.entries) != len(flatten_optimizers(trainer.optimizer)):
             put.fired()
             raise RuntimeError("another number of optimizers")
-        return original(trainer, config, entries, path)
+        return original(trainer, config, saved, path)
 
     put.replace(f"{_RESTORE}:make_destination", make_destination, fires=False)
 

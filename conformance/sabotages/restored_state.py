@@ -7,7 +7,7 @@ from typing import Any
 from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _RESTORE = "hyper_resume.trainer.restore"
-_MESH = "hyper_resume.trainer.run_mesh"
+_MESH = "hyper_resume.trainer.run.mesh"
 
 
 @sabotage("rng-not-restored")

@@ -8,8 +8,8 @@ from typing import Any
 
 from conformance.sabotages.saboteur import Saboteur, sabotage
 
-_FINGERPRINT = "hyper_resume.trainer.run_fingerprint"
-_DESCRIPTION = "hyper_resume.trainer.run_description"
+_FINGERPRINT = "hyper_resume.trainer.run.fingerprint"
+_DESCRIPTION = "hyper_resume.trainer.run.description"
 _STREAMS = "hyper_resume.trainer.restored_streams:RestoredStreams"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
 
@@ -20,6 +20,11 @@ _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
 @sabotage("run-not-compared")
 def _run_not_compared(put: Saboteur) -> None:
     put.replace(f"{_FINGERPRINT}:find_differences", lambda original, *args: [])
+
+
+@sabotage("weights-alone-not-compared")
+def _weights_alone_not_compared(put: Saboteur) -> None:
+    put.replace("hyper_resume.checkpoint.dcp:DistributedCheckpointer.describe_run", lambda original, *args: None)
 
 
 @sabotage("options-not-described")
@@ -66,8 +71,8 @@ def _override_not_applied(put: Saboteur) -> None:
 def _description_of_the_checkpoint_kept(put: Saboteur) -> None:
     """After a restore, saves describe the run that was restored, whatever this run overrides."""
 
-    def compare(original: Any, fingerprint: Any, payload: Any, extra_state: Any) -> Any:
-        result = original(fingerprint, payload, extra_state)
+    def compare(original: Any, fingerprint: Any, payload: Any, extra_state: Any, described: Any) -> Any:
+        result = original(fingerprint, payload, extra_state, described)
         fingerprint._holding = extra_state["run"]
         return result
 
@@ -84,7 +89,7 @@ def _held_values_not_described(put: Saboteur) -> None:
 
 @sabotage("schedule-order-not-observed")
 def _schedule_order_not_observed(put: Saboteur) -> None:
-    put.replace("hyper_resume.trainer.schedule_order:ScheduleOrder.begin", lambda original, *args: None)
+    put.replace("hyper_resume.trainer.run.schedule_order:ScheduleOrder.begin", lambda original, *args: None)
 
 
 @sabotage("moving-loader-not-named")

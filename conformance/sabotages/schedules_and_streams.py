@@ -8,7 +8,7 @@ from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _PAYLOAD = "hyper_resume.trainer.payload"
 _RESTORE = "hyper_resume.trainer.restore"
-_MESH = "hyper_resume.trainer.run_mesh"
+_MESH = "hyper_resume.trainer.run.mesh"
 _CALLBACK = "hyper_resume.trainer.callbacks.checkpointer"
 _SCHEDULER = "hyper_resume.state.scheduler"
 _EXTRA_STATE = "hyper_resume.checkpoint.format.extra_state"

@@ -10,7 +10,7 @@ from typing import Any
 from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _RESTORE = "hyper_resume.trainer.restore"
-_MESH = "hyper_resume.trainer.run_mesh"
+_MESH = "hyper_resume.trainer.run.mesh"
 _CALLBACK_MODULE = "hyper_resume.trainer.callbacks.checkpointer"
 _CALLBACK = f"{_CALLBACK_MODULE}:CheckpointerCallback"
 _STORAGE = "hyper_resume.checkpoint.dcp:DistributedCheckpointer"
@@ -34,6 +34,29 @@ def _streams_of_rank_0_for_all(put: Saboteur) -> None:
 def _places_by_rank_number(put: Saboteur) -> None:
     put.replace("hyper_resume.checkpoint.format.mesh:same_places", lambda original, *args: True)
     put.replace("hyper_resume.checkpoint.loading.reading:same_places", lambda original, *args: True, fires=False)
+
+
+@sabotage("new-streams-without-coordinate")
+def _new_streams_without_coordinate(put: Saboteur) -> None:
+    def derive(original: Any, seed: int, global_step: int, coordinate: int, device_type: str) -> None:
+        original(seed, global_step, 0, device_type)
+
+    put.replace(f"{_MESH}:derive_streams", derive)
+
+
+@sabotage("new-streams-by-rank")
+def _new_streams_by_rank(put: Saboteur) -> None:
+    def derive(original: Any, seed: int, global_step: int, coordinate: int, device_type: str) -> None:
+        from hyper_resume import collective
+
+        original(seed, global_step, collective.rank(), device_type)
+
+    put.replace(f"{_MESH}:derive_streams", derive)
+
+
+@sabotage("parts-not-put-together")
+def _parts_not_put_together(put: Saboteur) -> None:
+    put.replace("hyper_resume.checkpoint.loading.reading:reshard", lambda original, first, *args: first)
 
 
 @sabotage("muon-momentum-left-behind")

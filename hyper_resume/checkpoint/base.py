@@ -69,6 +69,8 @@ class CheckpointerBase(ABC):
         last_bucket_digests: bucket -> digest of this rank's part at the last save; None before the first save.
         last_load: see :class:`LoadReport`; None before the first load, or if the backend does not report it.
         accepts_metrics: whether ``save`` takes the keyword ``metrics``, for retention by metric.
+        reshards_training_state: whether ``load`` puts this rank's parts of sharded tensors in a training state together on
+            another mesh; ``extra_state_skeleton`` then has them under ``sharded``: path -> [shape, offsets, sizes].
         verifies_digests: whether ``last_load`` reports the digests of save and load. Otherwise the callback saves digests of
             the payload in the training state, and compares them after the load.
     """
@@ -79,6 +81,7 @@ class CheckpointerBase(ABC):
     last_load: LoadReport | None = None
     accepts_metrics: ClassVar[bool] = False
     verifies_digests: ClassVar[bool] = False
+    reshards_training_state: ClassVar[bool] = False
 
     @abstractmethod
     def save(self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False) -> None:
@@ -145,6 +148,13 @@ class CheckpointerBase(ABC):
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
         """Return the newest complete step directory under ``checkpoint_dir``, or None if there is none."""
         raise NotImplementedError(f"{type(self).__name__} can't search for the newest checkpoint")
+
+    def describe_run(self, path: str) -> Mapping[str, Any] | None:
+        """Return what the run that saved ``path`` is made of (``run`` in its training state); None if it isn't known.
+
+        Every rank calls it, right before a :meth:`load` that reads no training state.
+        """
+        return None
 
     def describe(self, path: str) -> Mapping[str, torch.Tensor | None] | None:
         """Describe the entries of the step directory, without reading tensors.

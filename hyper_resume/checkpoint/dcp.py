@@ -56,6 +56,7 @@ class DistributedCheckpointer(CheckpointerBase):
 
     accepts_metrics = True
     verifies_digests = True
+    reshards_training_state = True
 
     def __init__(
         self,
@@ -402,6 +403,11 @@ class DistributedCheckpointer(CheckpointerBase):
         # Verified first, as in a load: damage must be reported as damage, not as a different set of entries.
         _, metadata, _ = self._verified.verify(directory, self._group(), training_state=False)
         return describe_entries(metadata)
+
+    def describe_run(self, path: str) -> Mapping[str, Any] | None:
+        """Return what the run that saved ``path`` is made of, as rank 0 described it in the manifest."""
+        manifest, _, _ = self._verified.verify(Path(path), self._group(), training_state=False)
+        return None if manifest is None else manifest.run
 
     # ---- both -------------------------------------------------------------------------------------------------------
 

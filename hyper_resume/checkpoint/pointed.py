@@ -45,6 +45,11 @@ class PointedCheckpointer(CheckpointerBase):
         return self._backend.accepts_metrics
 
     @property
+    def reshards_training_state(self) -> bool:  # type: ignore[override]
+        """As the backend."""
+        return self._backend.reshards_training_state
+
+    @property
     def last_bucket_digests(self) -> Mapping[str, str] | None:  # type: ignore[override]
         """As the backend."""
         return self._backend.last_bucket_digests
@@ -53,6 +58,10 @@ class PointedCheckpointer(CheckpointerBase):
     def last_load(self) -> LoadReport | None:  # type: ignore[override]
         """As the backend."""
         return self._backend.last_load
+
+    def describe_run(self, path: str) -> Mapping[str, Any] | None:
+        """As the backend."""
+        return self._backend.describe_run(path)
 
     def describe(self, path: str) -> Mapping[str, torch.Tensor | None] | None:
         """As the backend."""

@@ -1,7 +1,8 @@
 """The stateful bucket: any other object with a state_dict (gradient scaler, moving averages, callbacks, generators).
 
 The objects are found among the trainer's attributes and callbacks, and saved by name. Of a sharded tensor only this rank's part
-is saved, because the training state is stored per rank.
+is saved, because the training state is stored per rank, with its place in the whole tensor: on another mesh the backend puts
+each rank's part together from the saved ones.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hyper_resume.errors import CheckpointMismatchError, describe
 from hyper_resume.state.names import first_names
@@ -101,19 +103,21 @@ def check_stateful(found: Mapping[str, Any], saved: Mapping[str, Any]) -> list[s
     ]
 
 
-def refuse_sharded_parts(found: Mapping[str, Any], what: str) -> None:
+def refuse_sharded_parts(found: Mapping[str, Any], what: str, resharded: Iterable[str] = ()) -> None:
     """Refuse objects whose state has sharded tensors: each rank saved its part, and these are the parts of another mesh.
 
     Args:
         found: name -> object.
         what: what has changed, for the message.
+        resharded: paths of the tensors of which this rank's part was put together.
 
     Raises:
         CheckpointMismatchError: names the object.
     """
+    known = frozenset(resharded)
     for name, value in found.items():
-        tensors = _sharded_in(value.state_dict(), name) if hasattr(value, "state_dict") else ()
-        if any(tensor.to_local().shape != tensor.shape for _, tensor in tensors):
+        tensors = _tensors_in(value.state_dict(), name) if hasattr(value, "state_dict") else ()
+        if any(path not in known and tensor.to_local().shape != tensor.shape for path, tensor in _sharded(tensors)):
             raise CheckpointMismatchError(
                 describe(
                     f"the saved part of {name} does not fit this rank",
@@ -124,40 +128,56 @@ def refuse_sharded_parts(found: Mapping[str, Any], what: str) -> None:
             )
 
 
-def sharded_paths(found: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
-    """Return the path of each sharded tensor in ``states`` of the objects ``found``, sorted.
-
-    An object with ``restores_sharding`` is left out: it shards its tensors itself.
-    """
-    return sorted(
-        path
-        for name, value in found.items()
-        if not getattr(value, "restores_sharding", False)
-        for path, _ in _sharded_in(states[name], name)
-    )
+def sharded_parts(states: Mapping[str, Any]) -> dict[str, list[list[int]]]:
+    """Return path -> [shape, offsets, sizes] of this rank's part, for each sharded tensor in ``states``, by name of object."""
+    parts = tensor_parts(states)
+    return {path: parts[path] for path, _ in sorted(_sharded(_all_tensors(states)), key=lambda item: item[0])}
 
 
-def _sharded_in(state: Any, path: str) -> Iterator[tuple[str, DTensor]]:
-    if isinstance(state, DTensor):
+def tensor_parts(states: Mapping[str, Any]) -> dict[str, list[list[int]]]:
+    """As :func:`sharded_parts`, for each tensor: of one that is not sharded, a rank has all."""
+    found = {}
+    for path, tensor in _all_tensors(states):
+        sizes, offsets = tuple(tensor.shape), (0,) * tensor.ndim
+        if isinstance(tensor, DTensor):
+            sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        found[path] = [list(tensor.shape), list(offsets), list(sizes)]
+    return found
+
+
+def _all_tensors(states: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, state in states.items():
+        yield from _tensors_in(state, name)
+
+
+def _sharded(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, DTensor]]:
+    return ((path, tensor) for path, tensor in tensors if isinstance(tensor, DTensor))
+
+
+def _tensors_in(state: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(state, torch.Tensor):
         yield path, state
     elif isinstance(state, Mapping):
         for key, item in state.items():
-            yield from _sharded_in(item, f"{path}.{key}")
+            yield from _tensors_in(item, f"{path}.{key}")
     elif isinstance(state, (list, tuple)):
         for place, item in enumerate(state):
-            yield from _sharded_in(item, f"{path}.{place}")
+            yield from _tensors_in(item, f"{path}.{place}")
 
 
-def check_sharding(found: Mapping[str, Any], sharded: Iterable[str]) -> list[str]:
+def check_sharding(found: Mapping[str, Any], sharded: Iterable[str], resharded: Iterable[str] = ()) -> list[str]:
     """Return a reason if tensors that were sharded at the save have no sharded counterpart: only local parts come back.
+
+    An object with ``restores_sharding`` is left out: it shards its tensors itself.
 
     Args:
         found: name -> live object.
-        sharded: the result of :func:`sharded_paths` at the save.
+        sharded: the paths of :func:`sharded_parts` at the save.
+        resharded: those of which this rank's part, or all, was put together.
     """
-    own = tuple(f"{name}." for name in found)
-    wanted = {path for path in sharded if path.startswith(own)}
-    lost = sorted(wanted - set(sharded_paths(found, live_states(found)))) if wanted else []
+    own = tuple(f"{name}." for name, value in found.items() if not getattr(value, "restores_sharding", False))
+    wanted = {path for path in sharded if path.startswith(own)} - set(resharded)
+    lost = sorted(wanted - set(dict(_sharded(_all_tensors(live_states(found)))))) if wanted else []
     if not lost:
         return []
     return [
@@ -171,7 +191,8 @@ def apply_stateful(found: Mapping[str, Any], saved: Mapping[str, Any], *, undo: 
     ``undo`` receives callbacks that restore each object's previous state.
 
     Raises:
-        CheckpointMismatchError: a sharded tensor was saved with another local shape (the world size or the mesh has changed).
+        CheckpointMismatchError: a sharded tensor was saved with another local shape (the world size or the mesh has changed,
+            and the backend has not put this rank's part together).
     """
     for reason in check_stateful(found, saved):
         logger.warning("%s", reason)

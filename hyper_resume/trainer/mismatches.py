@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hyper_resume.checkpoint.format.extra_state import SHARDED, UNCOVERED
+from hyper_resume.checkpoint.format.extra_state import RESHARDED, SHARDED, UNCOVERED
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.state.dataloader import check_dataloader, knows_shares, why_streams_move
 from hyper_resume.state.model import check_model
@@ -26,9 +26,9 @@ from hyper_resume.state.optimizer import (
 from hyper_resume.state.rng import check_rng
 from hyper_resume.state.scheduler import check_scheduler_fields, check_schedulers
 from hyper_resume.state.stateful import check_sharding, check_stateful, refuse_sharded_parts
-from hyper_resume.trainer.payload import as_list, device_type, names_in, stateful_to_restore
+from hyper_resume.trainer.payload import as_list, device_type, stateful_to_restore
 from hyper_resume.trainer.resume_point import check_position, knows_position
-from hyper_resume.trainer.run_mesh import StreamIdentity
+from hyper_resume.trainer.run.mesh import StreamIdentity
 from hyper_resume.trainer.saved_names import SavedNames
 from hyper_resume.trainer.uncovered import reasons_of
 
@@ -67,7 +67,7 @@ class Mismatches:
 def find_mismatches(
     trainer: Any,
     config: CheckpointingConfig,
-    entries: Mapping[str, Any] | None,
+    saved: SavedNames,
     payload: Mapping[str, Any],
     extra_state: Mapping[str, Any],
     path: str,
@@ -78,7 +78,7 @@ def find_mismatches(
     Args:
         trainer: the live trainer.
         config: which buckets are restored.
-        entries: the checkpoint's flattened entry names; None where the backend does not provide them.
+        saved: the names and entries of the checkpoint.
         payload: model and optimizer as they were read.
         extra_state: this rank's training state as it was read.
         path: the checkpoint, for messages.
@@ -88,10 +88,9 @@ def find_mismatches(
         CheckpointMismatchError: a bucket can't be applied at all.
     """
     mismatches = Mismatches()
-    if entries is not None:
-        entries_now = SavedNames(trainer.model, {}, entries).entries_now(entries)
-        mismatches.add("model", check_model(trainer.model, entries_now), warn=True)
-    _check_optimizer(mismatches, trainer, config, entries, payload, path)
+    if saved.entries is not None:
+        mismatches.add("model", check_model(trainer.model, saved.entries_now()), warn=True)
+    _check_optimizer(mismatches, trainer, config, saved, payload, path)
     if config.restore_train_state:
         _check_training_state(mismatches, trainer, extra_state, streams)
         for bucket, reason in reasons_of(extra_state.get(UNCOVERED) or ()).items():
@@ -99,7 +98,7 @@ def find_mismatches(
             if mismatches.absent.get(bucket) == _NOTHING:
                 # Neither side saves any, and there is some all the same.
                 del mismatches.absent[bucket]
-        unknown = sorted(name for name in entries or () if name.split(".", 1)[0] not in _KNOWN_ENTRIES)
+        unknown = sorted(name for name in saved.entries or () if name.split(".", 1)[0] not in _KNOWN_ENTRIES)
         if unknown:
             text = f"the checkpoint holds entries of no known bucket; not restored: {first_names(unknown)}"
             mismatches.add("stateful", [text], warn=True)
@@ -113,16 +112,15 @@ def _check_optimizer(
     mismatches: Mismatches,
     trainer: Any,
     config: CheckpointingConfig,
-    entries: Mapping[str, Any] | None,
+    saved: SavedNames,
     payload: Mapping[str, Any],
     path: str,
 ) -> None:
     if not config.restore_optimizer:
         mismatches.absent["optimizer"] = NOT_ASKED_FOR
         return
-    optimizers, names = flatten_optimizers(trainer.optimizer), names_in(trainer)
+    optimizers, names, entries = flatten_optimizers(trainer.optimizer), saved.names, saved.entries
     if entries is not None:
-        saved = SavedNames(trainer.model, names, entries)
         mismatches.add("optimizer", check_optimizer_count(optimizers, entries, path))
         mismatches.add("optimizer", check_optimizer_entries(optimizers, saved.parameters, entries))
         if saved.by_place and set(saved.parameters) < set(names):
@@ -152,7 +150,8 @@ def _check_training_state(
             mismatches.add("progress", [] if moved is None else [moved])
     found, states = stateful_to_restore(trainer, extra_state)
     mismatches.add("stateful", check_stateful(found, states))
-    mismatches.add("stateful", check_sharding(found, extra_state.get(SHARDED) or ()), warn=True)
+    differing, resharded = extra_state.get(RESHARDED) or (None, ())
+    mismatches.add("stateful", check_sharding(found, extra_state.get(SHARDED) or (), resharded), warn=True)
     if not found and not states:
         mismatches.absent["stateful"] = _NOTHING
     change = streams.change_since(extra_state)
@@ -162,9 +161,12 @@ def _check_training_state(
         return
     mismatches.add("rng_state", [change], warn=True)
     what = change.partition(":")[0]
-    if set(found) & set(states):
-        refuse_sharded_parts({name: found[name] for name in states if name in found}, what)
-        mismatches.add("stateful", [f"{what}: this is the state of rank {extra_state.get('rank')}"])
+    # Where the state of every rank was read, only what is not the same on all of them is that of one rank.
+    of_one_rank = sorted((set(found) & set(states)).intersection(states if differing is None else differing))
+    refuse_sharded_parts({name: found[name] for name in states if name in found}, what, resharded)
+    if of_one_rank:
+        names = "" if differing is None else f" ({first_names(of_one_rank)})"
+        mismatches.add("stateful", [f"{what}: this is the state of rank {extra_state.get('rank')}{names}"])
     if position is not None and not knows_shares(trainer.train_dataloader):
         mismatches.add(
             "train_dataloader", [f"{what}: this is the position of rank {extra_state.get('rank')}"], warn=True

@@ -31,14 +31,12 @@ from hyper_resume.state.optimizer import (
 from hyper_resume.state.own_state import own_states
 from hyper_resume.state.rng import collect_rng, streams_kept
 from hyper_resume.state.scheduler import collect_schedulers
-from hyper_resume.state.stateful import find_stateful, live_states, local_states, sharded_paths
+from hyper_resume.state.stateful import find_stateful, live_states, local_states, sharded_parts
 from hyper_resume.trainer.requirements import as_config
 from hyper_resume.trainer.resume_point import knows_position
 from hyper_resume.trainer.saved_names import SavedNames
 
 logger = logging.getLogger(__name__)
-
-CheckpointEntries = Mapping[str, torch.Tensor | None]
 
 # Begins the name of what an optimizer keeps for itself, among the stateful objects.
 _OF_OPTIMIZER = "optimizer."
@@ -85,7 +83,7 @@ def _extra_state(trainer: Any, state: Any, position: Callable[[], Any], *, copie
     streams = collect_rng(device_type(trainer))
     found = stateful_of(trainer)
     states = live_states(found)
-    sharded = sharded_paths(found, states)
+    sharded = sharded_parts(states)
     return {
         **collect_progress(trainer, state),
         **({SHARDED: sharded} if sharded else {}),
@@ -141,15 +139,13 @@ def collect_progress(trainer: Any, state: Any = None) -> dict[str, Any]:
     }
 
 
-def make_destination(
-    trainer: Any, config: CheckpointingConfig, entries: CheckpointEntries | None, path: str
-) -> dict[str, Any]:
+def make_destination(trainer: Any, config: CheckpointingConfig, saved: SavedNames, path: str) -> dict[str, Any]:
     """Return the payload that a load fills: the live model, and optimizer state as the checkpoint holds it.
 
     Args:
         trainer: provides the model and the optimizers.
         config: which buckets to restore.
-        entries: the entries of the checkpoint (``CheckpointerBase.describe``); None where the backend does not provide them.
+        saved: the names and entries of the checkpoint.
         path: the checkpoint, for messages.
 
     Raises:
@@ -157,28 +153,28 @@ def make_destination(
             to none of the parameters.
     """
     model = collect_model(trainer.model, trainable_only=config.is_peft)
-    if entries is not None:
-        now = SavedNames(trainer.model, {}, entries).entries_now(entries)
+    if saved.entries is not None:
+        now = saved.entries_now()
         model = fit_extra_states(model, now)
         if config.is_peft:
             _require_adapters(model, now, path)
     destination: dict[str, Any] = {"model": model}
     if config.restore_optimizer:
-        destination["optimizer"] = _optimizer_destination(trainer, entries, path)
+        destination["optimizer"] = _optimizer_destination(trainer, saved, path)
     return destination
 
 
-def _optimizer_destination(trainer: Any, entries: CheckpointEntries | None, path: str) -> dict[str, Any]:
-    optimizers, names = flatten_optimizers(trainer.optimizer), names_in(trainer)
+def _optimizer_destination(trainer: Any, saved: SavedNames, path: str) -> dict[str, Any]:
+    optimizers, entries = flatten_optimizers(trainer.optimizer), saved.entries
     if entries is None:
         # A backend that does not list its entries fills only existing tensors, so the state is created first.
         for optimizer in optimizers:
             initialize_optimizer_state(optimizer)
-        primed: dict[str, Any] = _cloned(collect_optimizers(optimizers, names))
+        primed: dict[str, Any] = _cloned(collect_optimizers(optimizers, saved.names))
         return primed
     for reason in check_optimizer_count(optimizers, entries, path):
         logger.warning("%s", reason)
-    return optimizer_template(optimizers, SavedNames(trainer.model, names, entries).parameters, entries)
+    return optimizer_template(optimizers, saved.parameters, entries)
 
 
 def _cloned(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase
-from hyper_resume.checkpoint.format.extra_state import MESH
+from hyper_resume.checkpoint.format.extra_state import MESH, SHARDED
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import CheckpointMismatchError, describe
 from hyper_resume.state.certificate import BUCKETS, BucketCertificate, Certificate, certify_bucket
@@ -23,7 +23,7 @@ from hyper_resume.state.model import apply_extra_states, apply_model
 from hyper_resume.state.optimizer import apply_optimizers, flatten_optimizers, register_optimizer_undo
 from hyper_resume.state.rng import apply_rng, collect_rng, streams_kept
 from hyper_resume.state.scheduler import apply_schedulers
-from hyper_resume.state.stateful import apply_stateful
+from hyper_resume.state.stateful import apply_stateful, live_states, tensor_parts
 from hyper_resume.trainer import returned_payload
 from hyper_resume.trainer.bucket_digests import DIGESTS, live_digests, read_digests
 from hyper_resume.trainer.mismatches import Mismatches, find_mismatches
@@ -34,11 +34,12 @@ from hyper_resume.trainer.payload import (
     make_destination,
     names_in,
     reachable_optimizers,
+    stateful_of,
     stateful_to_restore,
 )
 from hyper_resume.trainer.resume_point import resume_point
-from hyper_resume.trainer.run_fingerprint import RunFingerprint
-from hyper_resume.trainer.run_mesh import StreamIdentity
+from hyper_resume.trainer.run.fingerprint import RunFingerprint
+from hyper_resume.trainer.run.mesh import StreamIdentity
 from hyper_resume.trainer.saved_names import SavedNames
 
 logger = logging.getLogger(__name__)
@@ -102,26 +103,28 @@ class _Restore:
         # What was read, with the values that this run overrides.
         self._applied: Mapping[str, Any] = {}
         self._digests: Mapping[str, str] = {}
-        self._entries: Mapping[str, Any] | None = None
+        self._saved: SavedNames | None = None
+        # What the run that saved is made of, where no training state is read that says so.
+        self._described: Mapping[str, Any] | None = None
         self._streams = StreamIdentity(trainer)
 
     def run(self) -> Certificate:
         trainer, config, checkpointer = self._trainer, self._config, self._checkpointer
-        self._entries = checkpointer.describe(self._path)
+        self._saved = saved = SavedNames(trainer.model, names_in(trainer), checkpointer.describe(self._path))
+        if not config.restore_train_state:
+            self._described = checkpointer.describe_run(self._path)
         for optimizer in reachable_optimizers(trainer.optimizer):
             register_optimizer_undo(optimizer, self._undo)
-        self._destination = collective.on_all_ranks(
-            lambda: make_destination(trainer, config, self._entries, self._path)
-        )
-        saved = SavedNames(trainer.model, names_in(trainer), self._entries)
+        self._destination = collective.on_all_ranks(lambda: make_destination(trainer, config, saved, self._path))
         destination = saved.as_saved(self._destination)
+        skeleton = collective.on_all_ranks(self._skeleton) if config.restore_train_state else None
         checkpointer.check_loaded = lambda read, extra_state: self._check_and_apply(saved, read, extra_state)
         try:
             returned = checkpointer.load(
                 self._path,
                 destination,
                 strict_model=not config.is_peft,
-                extra_state_skeleton=self._skeleton() if config.restore_train_state else None,
+                extra_state_skeleton=skeleton,
             )
         finally:
             checkpointer.check_loaded = None
@@ -141,9 +144,16 @@ class _Restore:
         return certificate
 
     def _skeleton(self) -> dict[str, Any]:
-        """Return what the training state must have, with the mesh of this run, which decides whose state each rank gets."""
+        """Return what the training state must have, with the mesh of this run, which decides whose state each rank gets.
+
+        With it come this rank's parts of the tensors in other stateful objects.
+        """
         mesh = self._streams.mesh
-        return {**EXTRA_STATE_SKELETON, MESH: None if mesh is None else mesh.to_plain()}
+        skeleton = {**EXTRA_STATE_SKELETON, MESH: None if mesh is None else mesh.to_plain()}
+        if self._checkpointer.reshards_training_state:
+            with streams_kept(device_type(self._trainer)):
+                skeleton[SHARDED] = tensor_parts(live_states(stateful_of(self._trainer)))
+        return skeleton
 
     # ---- before the live model is written ---------------------------------------------------------------------------
 
@@ -151,8 +161,8 @@ class _Restore:
         """Return the destination with the values of a payload that the backend has returned instead of filling it."""
         if "model" not in payload or payload["model"] is destination["model"]:
             return destination
-        self._entries = returned_payload.entries_of(payload)
-        made = make_destination(self._trainer, self._config, self._entries, self._path)
+        self._saved = SavedNames(self._trainer.model, names_in(self._trainer), returned_payload.entries_of(payload))
+        made = make_destination(self._trainer, self._config, self._saved, self._path)
         self._destination = returned_payload.values_for(
             made, payload, self._path, strict_model=not self._config.is_peft
         )
@@ -165,10 +175,10 @@ class _Restore:
             optimizers = flatten_optimizers(self._trainer.optimizer)
             payload["optimizer"] = saved.optimizers_now(optimizers, payload["optimizer"])
         saved.rename_schedulers(extra_state.get("lr_scheduler") or [])
-        run = self._fingerprint.compare(payload, extra_state)
+        run = self._fingerprint.compare(payload, extra_state, self._described)
         payload, extra_state = dict(run.payload), run.extra_state
         mismatches = find_mismatches(
-            self._trainer, self._config, self._entries, payload, extra_state, self._path, self._streams
+            self._trainer, self._config, self._saved or saved, payload, extra_state, self._path, self._streams
         )
         mismatches.overridden = run.overridden
         for bucket, reasons in run.reasons.items():

@@ -23,6 +23,8 @@ class SavedNames:
     """The names of one checkpoint, and back to those of this run.
 
     Attributes:
+        names: id(parameter) -> its name in this run.
+        entries: the checkpoint's flattened entries; None where the backend does not provide them.
         parameters: id(parameter) -> its name in the checkpoint's optimizer bucket.
         by_place: the checkpoint names parameters by their place.
     """
@@ -33,10 +35,10 @@ class SavedNames:
         Args:
             model: the live model.
             names: id(parameter) -> name in this run.
-            entries: the checkpoint's flattened entry names; None where the backend does not provide them.
+            entries: of the checkpoint.
         """
+        self.names, self.entries = names, entries
         entries = entries or {}
-        self._names = names
         self._saved: dict[str, str] = {}
         canonical = naming(model)
         # All of it, or `module` is a name that the model itself uses.
@@ -54,11 +56,10 @@ class SavedNames:
         }
         self._now = {earlier: now for now, earlier in self._saved.items()}
 
-    def entries_now(self, entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    def entries_now(self) -> Mapping[str, Any]:
         """Return the checkpoint's entries with the model's names of this run."""
-        if not self._now:
-            return entries
-        return {self._entry_now(name): value for name, value in entries.items()}
+        entries = self.entries or {}
+        return {self._entry_now(name): value for name, value in entries.items()} if self._now else entries
 
     def _entry_now(self, entry: str) -> str:
         name = entry.removeprefix(_MODEL)
@@ -82,7 +83,7 @@ class SavedNames:
         result = dict(loaded)
         for name, optimizer in zip(names_of(optimizers), optimizers, strict=True):
             earlier = [each for each, _ in named_parameters(optimizer, self.parameters)]
-            now = [each for each, _ in named_parameters(optimizer, self._names)]
+            now = [each for each, _ in named_parameters(optimizer, self.names)]
             if name in result and earlier != now:
                 result[name] = _renamed(result[name], dict(zip(earlier, now, strict=True)))
         return result

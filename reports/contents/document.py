@@ -19,7 +19,7 @@ from conformance.storage.records import Storage
 from reports.contents.text import Text
 from reports.reading.costs import CostRun
 
-SCHEMA = "hyper_resume.report/5"
+SCHEMA = "hyper_resume.report/6"
 SCHEMA_FILE = Path(__file__).parents[1] / "schema" / "report.schema.json"
 
 # `passed` is of a selection: all that was run passed; whether that was all is not judged.
@@ -171,14 +171,45 @@ class BucketCell:
     different: tuple[tuple[str, str, str], ...]
 
 
+Question = Literal["came_back", "complete", "same_thing", "still_there"]
+QUESTIONS: tuple[Question, ...] = ("came_back", "complete", "same_thing", "still_there")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Whether one of the four holds for a bucket; ``declared``: not, as the run was told to. Reasons in the trainer's words."""
+
+    state: Literal["holds", "broken", "declared", "not_asked"]
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FourAnswers:
+    """The rule of four for one bucket: what was saved came back; all that moves was saved; the run is made of the same things;
+    at the first forward pass the bucket still was what was restored.
+    """
+
+    bucket: str
+    came_back: Answer
+    complete: Answer
+    same_thing: Answer
+    still_there: Answer
+
+
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What one restore did, by bucket and rank, and the trainer's warnings during it."""
+    """What one restore did, by bucket and rank, and the trainer's warnings during it.
+
+    ``four`` is what the trainer's own certificate says; empty where it logged none. ``compared_with`` are the uninterrupted
+    legs that the training after it was compared with.
+    """
 
     leg: str
     step: int | None
     cells: tuple[BucketCell, ...]
     warnings: tuple[str, ...]
+    four: tuple[FourAnswers, ...]
+    compared_with: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,9 +65,13 @@ def controls(run: Run) -> frozenset[tuple[str, str]]:
 
 
 def failed_kill(kills: Sequence[KillEntry], part: str, case: str) -> KillEntry | None:
-    """The kill that best explains why a soak or sweep is red: the first that failed, one with a divergence before others."""
+    """The kill that best explains why a soak or sweep is red: the first of the worst, one with a divergence before others."""
     bad = [kill for kill in kills if (kill.part, kill.key) == (part, case) and kill.outcome not in ("pass", "note")]
-    return min(bad, key=lambda kill: (kill.divergence is None, kill.outcome != "fail"), default=None)
+    return min(
+        bad,
+        key=lambda kill: (kill.outcome != "false_exact", kill.divergence is None, kill.outcome != "fail"),
+        default=None,
+    )
 
 
 def anchor_of(*words: str) -> str:
@@ -126,7 +130,7 @@ def _entry(part: Part, result: ResultRecord, kill: KillEntry | None) -> CaseEntr
         damage=tuple(_damage(fault) for fault in part.of(FaultRecord, result.key)),
         reference=reference.folder if reference else None,
         resumes=resumes(part, own),
-        certificates=certificates(part, own),
+        certificates=certificates(part, own, result.checks),
         epochs=_epochs(part, reference, own),
     )
 
@@ -207,7 +211,12 @@ def _layout(case: Mapping[str, Any], configured: Sequence[Configuration]) -> str
             return f"{ranks} ranks, {'FSDP2' if tensor else given['config']}"
         return f"{ranks} ranks, TP {tensor} × FSDP2 {ranks // tensor}"
     parallel = str(given.get("parallel", "fsdp"))
-    words = {"fsdp": "FSDP2", "tp2-fsdp": f"TP 2 × FSDP2 {ranks // 2}", "replicated": "replicated"}
+    words = {
+        "fsdp": "FSDP2",
+        "tp2-fsdp": f"TP 2 × FSDP2 {ranks // 2}",
+        "fsdp-tp2": f"FSDP2 {ranks // 2} × TP 2",
+        "replicated": "replicated",
+    }
     return f"{ranks} ranks, {words.get(parallel, parallel)}"
 
 

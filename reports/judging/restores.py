@@ -8,8 +8,9 @@ from datetime import datetime
 from typing import Any
 
 from conformance.records.evidence import Event
-from conformance.records.results import BUCKETS, LegRecord
+from conformance.records.results import BUCKETS, CheckRecord, LegRecord
 from reports.contents.document import BucketCell, Certificate, Resume
+from reports.judging.rule_of_four import compared_with, four_answers
 from reports.reading.read import Part
 from reports.reading.redact import redact
 
@@ -19,18 +20,24 @@ _NOISE = "torch.distributed is disabled"
 _MOST_DIFFERENT = 40
 
 
-def certificates(part: Part, legs: Sequence[LegRecord]) -> tuple[Certificate, ...]:
-    """One for each leg that restored something, in order."""
+def certificates(part: Part, legs: Sequence[LegRecord], checks: Sequence[CheckRecord]) -> tuple[Certificate, ...]:
+    """One for each leg that restored something, in order. ``checks`` are the case's."""
     found = []
     for place, leg in enumerate(legs):
         before = [other for other in legs[:place] if other.checkpoint_dir == leg.checkpoint_dir]
         restored = {event.rank: event for event in part.events.get(leg.folder, ()) if event.kind == "restored"}
         if restored:
-            found.append(_certificate(part, before, leg, restored))
+            found.append(_certificate(part, before, leg, restored, checks))
     return tuple(found)
 
 
-def _certificate(part: Part, before: Sequence[LegRecord], leg: LegRecord, restored: Mapping[int, Event]) -> Certificate:
+def _certificate(
+    part: Part,
+    before: Sequence[LegRecord],
+    leg: LegRecord,
+    restored: Mapping[int, Event],
+    checks: Sequence[CheckRecord],
+) -> Certificate:
     step = min(restored.values(), key=lambda event: event.rank).data.get("global_step")
     cells = []
     for rank, event in sorted(restored.items()):
@@ -48,6 +55,8 @@ def _certificate(part: Part, before: Sequence[LegRecord], leg: LegRecord, restor
         step=step if isinstance(step, int) else None,
         cells=tuple(cells),
         warnings=_warnings(part.events.get(leg.folder, ())),
+        four=four_answers(part.events.get(leg.folder, ()), leg.leg, checks),
+        compared_with=compared_with(leg.leg, checks),
     )
 
 

@@ -111,7 +111,7 @@ def make_verdict(
 def _how_many_failed(findings: Sequence[Finding], cases: Sequence[CaseEntry], kills: Sequence[KillEntry]) -> Text:
     """What a refused run says first: how much failed, and the worst of it."""
     failed = sum(case.outcome in _FAILED for case in cases)
-    bad_kills = sum(kill.outcome == "fail" for kill in kills)
+    bad_kills = sum(kill.outcome in ("false_exact", "fail") for kill in kills)
     counts = []
     if failed:
         counts.append(
@@ -276,7 +276,12 @@ def _is_explained(kill: KillEntry, cases: Sequence[CaseEntry]) -> bool:
 
 
 def _kill_findings(kills: Sequence[KillEntry]) -> Iterator[Finding]:
-    for outcome, kind in (("fail", "kill_fail"), ("error", "kill_error")):
+    words = {
+        "false_exact": say("is certified as exact and trains differently", "证书称完全一致，实际训练却不同"),
+        "fail": say("was not survived", "未能正确恢复"),
+        "error": say("could not be judged", "无法判定"),
+    }
+    for outcome, kind in (("false_exact", "false_exact"), ("fail", "kill_fail"), ("error", "kill_error")):
         bad = [kill for kill in kills if kill.outcome == outcome]
         if bad:
             first = min(bad, key=lambda kill: kill.divergence is None)
@@ -284,8 +289,7 @@ def _kill_findings(kills: Sequence[KillEntry]) -> Iterator[Finding]:
                 "{key}: kill {number} ({moment}, step {step}) {word}: {reason} ({count} of {total} kills).",
                 "{key}：第 {number} 次中断（{moment}，第 {step} 步）{word}：{reason}（共 {total} 次中的 {count} 次）。",
                 key=first.key, number=first.number, moment=first.moment, step=first.step,
-                word=say("was not survived", "未能正确恢复") if outcome == "fail" else say("could not be judged", "无法判定"),
-                reason=first.reason, count=len(bad), total=len(kills),
+                word=words[outcome], reason=first.reason, count=len(bad), total=len(kills),
             ), first.anchor, first.divergence)  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from reports.contents.document import CaseEntry, Report, as_json
 from reports.judging.acceptance import load_acceptance
 from reports.judging.assemble import Assembled
 from reports.judging.history import Trend
+from reports.judging.rule_of_four import summarise
 from reports.output.page import render
 from reports.reading.frames import METRICS
 
@@ -173,7 +174,7 @@ def _junit_others(root: ElementTree.Element, report: Report) -> None:
             if kill.divergence is not None:
                 _properties(test, {"divergence": _place(kill.divergence)})
             if kill.outcome != "pass":
-                kind = "failure" if kill.outcome == "fail" else "error"
+                kind = "failure" if kill.outcome in ("false_exact", "fail") else "error"
                 ElementTree.SubElement(test, kind, message=_xml(kill.reason))
     _junit_verdict(root, report)
 
@@ -242,6 +243,11 @@ def _summary_lines(report: Report) -> Iterator[str]:
         yield f"Sabotages caught: {caught} of {len(report.sabotages)}."
     if report.kills:
         yield f"Kills that pass: {sum(one.outcome == 'pass' for one in report.kills)} of {len(report.kills)}."
+    four = summarise(report.cases)
+    if four.total:
+        not_held = [f"{question.replace('_', ' ')} {count}" for question, count in four.broken.items() if count]
+        told = f"; by the others does not hold: {', '.join(not_held)}" if not_held else ""
+        yield f"Restore certificates by which all four of the rule hold: {four.hold} of {four.total}{told}."
     goals = [goal for run in report.costs if not run.is_smoke for goal in run.goals]
     if goals:
         met = sum(goal.status == "met" for goal in goals)

@@ -18,7 +18,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from conformance.records.results import BUCKETS
-from reports.contents.document import BucketCell, CaseEntry, DoneEntry, Report, Row
+from reports.contents.document import QUESTIONS, BucketCell, CaseEntry, DoneEntry, Report, Row
 from reports.contents.text import Text, load_words
 from reports.judging.acceptance import Acceptance, load_acceptance
 from reports.judging.assemble import Assembled
@@ -26,6 +26,7 @@ from reports.judging.cases import controls, failed_kill
 from reports.judging.differences import distance
 from reports.judging.history import Trend
 from reports.judging.matrix import worst
+from reports.judging.rule_of_four import not_held, summarise
 from reports.output.case_detail import make_detail
 from reports.output.compact import compact
 from reports.output.costs_page import STATES, show
@@ -87,6 +88,9 @@ def render_whole(assembled: Assembled, trend: Trend | None = None) -> str:
         buckets=list(BUCKETS),
         configured=_configured(report),
         runs_of=_runs_of,
+        questions=list(QUESTIONS),
+        four=summarise(report.cases),
+        not_held=not_held,
         details=details,
         criteria=_criteria(acceptance, report),
         case_groups=_case_groups(report.cases),
@@ -246,6 +250,7 @@ def _absent(assembled: Assembled, trend: Trend | None) -> frozenset[str]:
         "done": report.done,
         "details": report.focus,
         "sabotages": report.sabotages,
+        "rule_of_four": any(one.four for case in report.cases for one in case.certificates),
         "kills": report.kills,
         "storage": storage,
         "costs": report.costs or storage.benchmarks,

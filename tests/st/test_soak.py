@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from conformance.records.evidence import LegEvidence
-from conformance.records.results import KillRecord, LegRecord, RankEnd, read_results
+from conformance.records.results import KillRecord, LegRecord, RankEnd, ResultRecord, read_results
 from conformance.records.trajectory import Trajectory, TrajectoryRecord
 from st.attempts import Attempt, AttemptRunner, Reference, Training, ViolationError
 from st.soak import SAVE_STEPS, WORKLOADS, SurvivingSteps, draw
+from tests.conformance.evidence_made import leg
+from tests.conformance.trajectories import trajectory
 from tests.st.conftest import Done
 
 # One worker: these runs share a warm server.
@@ -128,10 +130,42 @@ def test_a_training_that_is_killed_four_times_ends_where_the_uninterrupted_one_e
     assert all(kill.lost_steps is not None and kill.lost_steps <= SAVE_STEPS for kill in results.of(KillRecord))
 
 
-def test_a_stream_that_is_not_restored_turns_the_soak_red_at_its_first_resume(soak: Callable[..., Done]) -> None:
-    done = soak("--kills", "2", "--sabotage", "rng-not-restored")
+def test_a_divergence_that_the_certificate_denies_is_a_false_exact_and_counted_as_one(
+    tmp_path: Path, soak: Callable[..., Done]
+) -> None:
+    done = soak("--kills", "2", "--sabotage", "seed-changed-after-resume")
     assert done.returncode == 1
-    assert "FAIL: resumed at 3, differs at step 4, rank 0, bucket rng_state" in done.stdout
+    told = "FALSE_EXACT: resumed at 3, differs at step 4, rank 0, bucket train_dataloader (samples)"
+    assert told in done.stdout, done.stdout
+    assert "and its certificate says: model exact, optimizer exact" in done.stdout
+    results = read_results(tmp_path / "run")
+    (kill,) = results.of(KillRecord)
+    (result,) = results.of(ResultRecord)
+    assert (kill.outcome, result.outcome, result.blamed) == ("false_exact", "false_exact", "train_dataloader")
+
+
+def resumed(folder: Path, rng: str) -> LegEvidence:
+    """Steps 4 to 6 after a restore at 3, with another stream in step 5; the certificate says this of the streams."""
+    message = f"Restore certificate of x:\n  model            exact (saved = loaded = live)\n  rng_state        {rng}"
+    events = [[{"kind": "log", "level": "INFO", "message": message}], []]
+
+    def change(record: dict[str, Any], rank: int) -> None:
+        if record["global_step"] == 5:
+            record["digests"]["rng"]["python"] = "elsewhere"
+
+    return leg(folder, events=events, steps=range(4, 7), ends=[0, 0], change=change)
+
+
+@pytest.mark.parametrize(("rng", "outcome"), [("exact (saved = live)", "false_exact"), ("degraded (another)", "fail")])
+def test_a_divergence_is_false_only_under_a_certificate_that_denies_it(tmp_path: Path, rng: str, outcome: str) -> None:
+    training = Training(given={}, until_step=12, save_steps=3)
+    reference = Reference(trajectory=trajectory(range(1, 13)))
+    runner = AttemptRunner(training, reference, tmp_path, tmp_path, NO_TRAINER, NO_TRAINER)
+    with pytest.raises(ViolationError, match="differs at step 5, rank 0, bucket rng_state") as caught:
+        runner._compare(resumed(tmp_path, rng), 3)
+    assert caught.value.outcome == outcome
+    assert caught.value.divergence is not None
+    assert ("its certificate says: model exact, rng_state exact" in str(caught.value)) == (outcome == "false_exact")
 
 
 def test_a_life_that_stops_before_its_end_is_red_although_it_ends_well_and_every_step_is_right(tmp_path: Path) -> None:

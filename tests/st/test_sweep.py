@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.records.results import KillRecord, read_results
+from conformance.records.results import KillRecord, Outcome, read_results
 from st.attempts import InconclusiveError
 from st.sweep import MODES, Point, SweepOutcome, _choose, _without_random_part
 from tests.st.conftest import Done
@@ -86,6 +86,31 @@ def test_a_point_is_told_by_its_number_or_is_the_first_of_its_name() -> None:
 
 def test_a_sweep_of_nothing_is_no_pass() -> None:
     assert SweepOutcome(mode="sync", points=10, kills=()).outcome == "error"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected", "told"),
+    [
+        (("pass", "pass"), "pass", "2 of 10 points tried, 0 red; resumed"),
+        (("pass", "error"), "error", "2 of 10 points tried, 1 red; resumed"),
+        (("error", "fail", "pass"), "fail", "3 of 10 points tried, 2 red; resumed"),
+        (
+            ("fail", "false_exact", "error"),
+            "false_exact",
+            "3 of 10 points tried, 3 red, 1 of them under a certificate that says exact; resumed",
+        ),
+    ],
+)
+def test_a_sweep_is_as_its_worst_point(outcomes: tuple[Outcome, ...], expected: str, told: str) -> None:
+    kills = tuple(
+        KillRecord(
+            key="sweep.sync", number=1, mode="sync", moment="file_operation", step=6, rank=0, operation=1, what="w",
+            victims="all", last_step=6, resumed_at=3, lost_steps=3, outcome=outcome, reason="", divergence=None, seconds=1.0,
+        )
+        for outcome in outcomes
+    )  # fmt: skip
+    swept = SweepOutcome(mode="sync", points=10, kills=kills)
+    assert (swept.outcome, swept.summary.startswith(told)) == (expected, True)
 
 
 def test_a_point_is_named_without_the_random_part_of_its_path() -> None:

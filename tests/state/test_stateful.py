@@ -24,7 +24,7 @@ from hyper_resume.state.stateful import (
     collect_stateful,
     find_stateful,
     live_states,
-    sharded_paths,
+    sharded_parts,
 )
 from tests.ranks import run_ranks
 from tests.state.disk import same_bits
@@ -264,10 +264,7 @@ def _lists_of_sharded_tensors() -> dict[str, Any]:
     saved, fresh = ListedShadow(sharded(0)), ListedShadow(sharded(1))
     late, longer = ListedShadow(sharded(1), made=False), ListedShadow(sharded(1))
     longer.shadow[0].append(longer.shadow[0][0])
-    state, paths = (
-        through_bytes(collect_stateful({"ema": saved})),
-        sharded_paths({"ema": saved}, live_states({"ema": saved})),
-    )
+    state, parts = through_bytes(collect_stateful({"ema": saved})), sharded_parts(live_states({"ema": saved}))
     apply_stateful({"ema": fresh}, state)
     message = ""
     try:
@@ -279,16 +276,20 @@ def _lists_of_sharded_tensors() -> dict[str, Any]:
             isinstance(new, DTensor) and same_bits(new.to_local(), old.to_local()) and new.shape == old.shape
             for new, old in zip(fresh.shadow[0], saved.shadow[0], strict=True)
         ],
-        "paths": paths,
-        "reasons": [check_sharding({"ema": one}, [*paths, "gone.shadow.0"]) for one in (fresh, late)],
+        "parts": parts,
+        "reasons": [check_sharding({"ema": one}, [*parts, "gone.shadow.0"]) for one in (fresh, late)],
         "message": message,
     }
 
 
 def test_lists_of_sharded_tensors_come_back_sharded() -> None:
-    for result in run_ranks(_lists_of_sharded_tensors, 2):
+    for rank, result in enumerate(run_ranks(_lists_of_sharded_tensors, 2)):
         assert result["restored"] == [True, True]
-        assert result["paths"] == ["ema.shadow.0.0", "ema.shadow.0.1"]
+        # Five rows on two ranks: three and two.
+        assert result["parts"] == {
+            "ema.shadow.0.0": [[5, 3], [3 * rank, 0], [3 - rank, 3]],
+            "ema.shadow.0.1": [[5], [3 * rank], [3 - rank]],
+        }
         assert "the saved list ema.shadow.0 of sharded tensors does not fit this run" in result["message"]
 
 

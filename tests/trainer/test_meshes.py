@@ -37,7 +37,7 @@ from hyper_resume.parallel import ParallelMesh
 from hyper_resume.state.stateful import refuse_sharded_parts
 from hyper_resume.trainer import text_trainer
 from hyper_resume.trainer.callbacks import Callback
-from hyper_resume.trainer.run_mesh import find_run_mesh
+from hyper_resume.trainer.run.mesh import find_run_mesh
 from hyper_resume.trainer.text_trainer import TextTrainer
 from tests.ranks import run_ranks
 from tests.trainer.tiny_training import LiveState, live_state

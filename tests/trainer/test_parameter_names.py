@@ -16,7 +16,7 @@ from hyper_resume.state.certificate import Certificate, read_certificate
 from hyper_resume.state.model import collect_model
 from hyper_resume.state.names import canonical_name, parameter_names
 from hyper_resume.trainer.callbacks import CheckpointerCallback
-from hyper_resume.trainer.run_fingerprint import RunFingerprint
+from hyper_resume.trainer.run.fingerprint import RunFingerprint
 from tests.ranks import run_ranks
 from tests.trainer.custom_trainer import make_custom_trainer, saved_entries, train_custom_trainer
 

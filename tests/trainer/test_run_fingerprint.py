@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,47 +12,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 from hyper_resume.checkpoint.format.extra_state import RUN
 from hyper_resume.checkpoint.format.manifest import read_manifest
-from hyper_resume.config import CheckpointingConfig, RunConfig
-from hyper_resume.errors import CheckpointMismatchError, ConfigError
-from hyper_resume.state.certificate import BucketCertificate, read_certificate
+from hyper_resume.config import CheckpointingConfig
+from hyper_resume.errors import CheckpointMismatchError
+from hyper_resume.state.certificate import read_certificate
 from hyper_resume.trainer.callbacks import CheckpointerCallback
-from hyper_resume.trainer.run_description import describe_run
-from hyper_resume.trainer.run_differences import find_differences
+from hyper_resume.trainer.run.description import describe_run
+from hyper_resume.trainer.run.differences import find_differences
 from tests.ranks import run_ranks
-from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
+from tests.trainer.changed_runs import Change, certified, trained, unchanged, verdicts, warnings, with_options
+from tests.trainer.custom_trainer import make_custom_trainer
 from tests.trainer.live_snapshot import live_snapshot
-from tests.trainer.tiny_training import Ids, Record, run_config, train
-
-Change = Callable[[Any], None]
-
-
-def unchanged(trainer: Any) -> None:
-    pass
-
-
-def trained(root: Path, until_step: int, change: Change = unchanged, **checkpoint: Any) -> list[Record]:
-    trainer = make_custom_trainer(root, **{"save_steps": 2, "save_epochs": 0, **checkpoint})
-    change(trainer)
-    return train_custom_trainer(trainer, until_step)
-
-
-def certified(root: Path, step: int) -> dict[str, BucketCertificate]:
-    """The certificate of the newest restore of that step, by bucket."""
-    newest = max((root / "certificates").glob(f"global_step_{step}.*"))
-    return {part.bucket: part for part in read_certificate(newest).parts}
-
-
-def verdicts(root: Path, step: int) -> set[str]:
-    return {part.verdict for part in certified(root, step).values()} - {"absent"}
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
+from tests.trainer.tiny_training import run_config, train
 
 # ---- the description ------------------------------------------------------------------------------------------------
 
@@ -151,19 +121,6 @@ def test_a_checkpoint_without_a_description_is_read_and_nothing_is_said(
 
 
 # ---- each kind of difference ----------------------------------------------------------------------------------------
-
-
-def with_options(**options: Any) -> Change:
-    """The optimizer's options as another configuration gives them, with the same schedule."""
-
-    def change(trainer: Any) -> None:
-        schedule = trainer.lr_scheduler.lr_lambdas[0]
-        trainer.optimizer = torch.optim.AdamW(
-            trainer.model.parameters(), **{"lr": 0.01, "weight_decay": 0.1, **options}
-        )
-        trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, schedule)
-
-    return change
 
 
 def other_dropout(trainer: Any) -> None:
@@ -356,157 +313,59 @@ def test_each_rank_describes_its_own_part_of_a_sharded_weight_and_where_it_lies(
     )
 
 
-# ---- schedules ------------------------------------------------------------------------------------------------------
+# ---- weights alone --------------------------------------------------------------------------------------------------
 
-_STEPS_SAVED, _STEPS_NOW, _WARMUP = 12, 18, 2
-
-
-def cosine(step: int, horizon: int) -> float:
-    """The lr of the step after ``step`` finished ones, as docs/configuration.md defines it."""
-    if step < _WARMUP:
-        return 0.01 * step / _WARMUP
-    return 0.01 * 0.5 * (1 + math.cos(math.pi * (step - _WARMUP) / (horizon - _WARMUP)))
+WEIGHTS_ALONE = {"restore_train_state": False, "restore_optimizer": False}
 
 
-def paused(root: Path, max_steps: int = _STEPS_SAVED, **checkpoint: Any) -> RunConfig:
-    return run_config(root, training={"max_steps": max_steps}, **{"save_steps": 4, "save_epochs": 0, **checkpoint})
+def norm_epsilon(value: float) -> Change:
+    def change(trainer: Any) -> None:
+        trainer.model.norm.eps = value
+
+    return change
 
 
-def test_a_schedule_that_was_planned_shorter_says_which_lr_the_next_step_has_and_how_to_get_this_runs(
+def test_weights_under_another_model_configuration_are_no_exact_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(paused(tmp_path), dataset=Ids(60))
+    trained(tmp_path / "saved", 2)
+    source = str(tmp_path / "saved" / "global_step_2")
     with caplog.at_level(logging.WARNING):
-        resumed = train(paused(tmp_path, _STEPS_NOW, restore_from="LATEST"), dataset=Ids(60))
-    (warning,) = [message for message in warnings(caplog) if "lr_scheduler" in message]
-    assert warning == (
-        "lr_scheduler.horizon: 12 -> 18 (this run's holds); the next step has lr 0, as saved; planned by this run's "
-        f"configuration it has lr {cosine(12, 18):.6g}; "
-        "to take this run's schedule, set checkpoint.override_on_restore=[lr_scheduler]"
-    )
-    assert certified(tmp_path, 12)["lr_scheduler"].reason == warning
-    assert [record.lrs[0] for record in resumed] == pytest.approx([0.0, *(cosine(step, 18) for step in range(13, 18))])
-    with pytest.raises(CheckpointMismatchError, match=r"lr_scheduler\.horizon: 12 -> 20"):
-        train(paused(tmp_path, 20, restore_from=str(tmp_path / "global_step_12"), on_mismatch="error"), dataset=Ids(60))
+        trained(tmp_path / "own", 2, norm_epsilon(0.5), restore_from=source, **WEIGHTS_ALONE)
+    reason = "model.norm.eps: 1e-05 -> 0.5 (this run's holds)"
+    assert warnings(caplog) == [reason]
+    (path,) = (tmp_path / "own" / "certificates").iterdir()
+    parts = {part.bucket: part for part in read_certificate(path).parts}
+    assert (parts["model"].verdict, parts["model"].reason) == ("degraded", reason)
+    assert {part.verdict for part in parts.values() if part.bucket != "model"} == {"absent"}
+    with pytest.raises(CheckpointMismatchError, match=r"model: model\.norm\.eps"):
+        trained(tmp_path / "refused", 2, norm_epsilon(0.5), restore_from=source, on_mismatch="error", **WEIGHTS_ALONE)
+    declared = {"override_on_restore": ("model.norm.eps",), "on_mismatch": "error"}
+    trained(tmp_path / "declared", 2, norm_epsilon(0.5), restore_from=source, **declared, **WEIGHTS_ALONE)
 
 
-@pytest.mark.parametrize("declared", ["lr_scheduler", "lr_scheduler.horizon"])
-def test_a_declared_schedule_gives_the_lr_of_a_run_that_was_planned_so(declared: str, tmp_path: Path) -> None:
-    planned = train(paused(tmp_path / "planned", _STEPS_NOW), dataset=Ids(60))
-    train(paused(tmp_path / "own"), dataset=Ids(60))
-    options = {"restore_from": "LATEST", "on_mismatch": "error", "override_on_restore": (declared,)}
-    resumed = train(paused(tmp_path / "own", _STEPS_NOW, **options), dataset=Ids(60))
-    assert [record.lrs for record in resumed] == [record.lrs for record in planned[12:]]
-    assert [record.lrs[0] for record in resumed] == pytest.approx([cosine(step, 18) for step in range(12, 18)])
-    parts = certified(tmp_path / "own", 12)
-    assert {part.verdict for part in parts.values()} == {"exact", "absent"}
-    assert parts["lr_scheduler"].overridden == "lr_scheduler.horizon: 12 -> 18"
-    # The same command once more, and without the field: the schedule is that of the newest save now.
-    train(paused(tmp_path / "own", _STEPS_NOW, restore_from="LATEST", on_mismatch="error"), dataset=Ids(60))
-
-
-def test_a_schedule_that_is_planned_from_the_start_goes_on_exactly(tmp_path: Path) -> None:
-    longer = {"decay_steps": _STEPS_NOW}
-    planned = train(paused(tmp_path / "planned", _STEPS_NOW), dataset=Ids(60))
-    config = dataclasses.replace(paused(tmp_path / "own"))
-    train(dataclasses.replace(config, lr_scheduler=dataclasses.replace(config.lr_scheduler, **longer)), dataset=Ids(60))
-    resumed = train(paused(tmp_path / "own", _STEPS_NOW, restore_from="LATEST", on_mismatch="error"), dataset=Ids(60))
-    assert [record.live for record in resumed] == [record.live for record in planned[12:]]
-
-
-def annealing(horizon: int) -> Change:
-    def change(trainer: Any) -> None:
-        trainer.lr_scheduler = CosineAnnealingLR(
-            torch.optim.AdamW(trainer.model.parameters(), lr=0.02), T_max=horizon, eta_min=0.001
-        )
-        trainer.optimizer = trainer.lr_scheduler.optimizer
-
-    return change
-
-
-def test_an_argument_that_a_scheduler_saves_holds_from_the_checkpoint_unless_it_is_declared(tmp_path: Path) -> None:
-    shorter = trained(tmp_path / "shorter", 8, annealing(10))
-    longer = trained(tmp_path / "longer", 8, annealing(20))
-    for root in ("kept", "declared"):
-        trained(tmp_path / root, 4, annealing(10))
-    kept = trained(tmp_path / "kept", 8, annealing(20), restore_from="LATEST")
-    assert [record.lrs for record in kept] == [record.lrs for record in shorter[4:]]
-    reason = certified(tmp_path / "kept", 4)["lr_scheduler"].reason
-    assert reason.startswith("lr_scheduler.T_max: 10 -> 20 (the checkpoint's holds); the next step has lr ")
-    # Half a cosine of 10 (or 20) steps from 0.02 to 0.001, after 4 steps.
-    for horizon, place in ((10, "has lr {}, as saved"), (20, "planned by this run's configuration it has lr {}")):
-        expected = 0.001 + 0.019 * (1 + math.cos(math.pi * 4 / horizon)) / 2
-        assert place.format(f"{expected:.6g}") in reason
-    declared = trained(
-        tmp_path / "declared", 8, annealing(20), restore_from="LATEST", override_on_restore=("lr_scheduler.T_max",)
-    )
-    assert [record.lrs for record in declared] == [record.lrs for record in longer[4:]]
-
-
-# ---- declared changes -----------------------------------------------------------------------------------------------
-
-
-def test_a_declared_lr_is_that_of_a_run_with_it_from_the_start(tmp_path: Path) -> None:
-    whole = trained(tmp_path / "whole", 8, with_options(lr=0.5))
-    trained(tmp_path / "own", 4)
-    resumed = trained(
-        tmp_path / "own", 8, with_options(lr=0.5), restore_from="LATEST", override_on_restore=("optimizer.lr",)
-    )
-    assert [record.lrs for record in resumed] == [record.lrs for record in whole[4:]]
-    part = certified(tmp_path / "own", 4)["optimizer"]
-    assert (part.verdict, part.overridden) == ("exact", "optimizer.lr: 0.01 -> 0.5")
-
-
-def test_other_options_take_the_declared_value_and_the_rest_that_of_the_checkpoint(tmp_path: Path) -> None:
-    trained(tmp_path, 4)
-    trainer = make_custom_trainer(tmp_path, restore_from="LATEST", override_on_restore=("optimizer.weight_decay",))
-    with_options(weight_decay=0.3, eps=0.1)(trainer)
-    CheckpointerCallback(trainer).on_train_begin()
-    (group,) = trainer.optimizer.param_groups
-    assert (group["weight_decay"], group["eps"]) == (0.3, 1e-8)
-    part = certified(tmp_path, 4)["optimizer"]
-    assert part.verdict == "degraded"
-    assert part.reason == "optimizer.eps: 1e-08 -> 0.1 (the checkpoint's holds)"
-    assert part.overridden == "optimizer.weight_decay: 0.1 -> 0.3"
-
-
-def with_plateau(lr: float) -> Change:
-    def change(trainer: Any) -> None:
-        trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=lr)
-        trainer.lr_scheduler = ReduceLROnPlateau(trainer.optimizer)
-
-    return change
-
-
-def test_a_schedule_that_follows_a_metric_goes_on_from_a_declared_lr(tmp_path: Path) -> None:
-    saving = make_custom_trainer(tmp_path, save_epochs=0)
-    with_plateau(0.01)(saving)
-    callback = CheckpointerCallback(saving)
-    callback.on_train_begin()
-    saving.lr_scheduler.step(1.0)
-    saving.state.global_step = 2
-    callback.on_train_end()
-    trainer = make_custom_trainer(tmp_path, restore_from="LATEST", override_on_restore=("optimizer.lr",))
-    with_plateau(0.5)(trainer)
-    CheckpointerCallback(trainer).on_train_begin()
-    assert trainer.optimizer.param_groups[0]["lr"] == 0.5
-    assert trainer.lr_scheduler.best == 1.0
-    parts = certified(tmp_path, 2)
-    assert {parts[bucket].verdict for bucket in ("optimizer", "lr_scheduler")} == {"exact"}
-    assert parts["optimizer"].overridden == "optimizer.lr: 0.01 -> 0.5"
+def test_adapters_alone_on_another_base_are_no_exact_model(tmp_path: Path) -> None:
+    trained(tmp_path / "saved", 2, frozen(0.5), is_peft=True)
+    source = str(tmp_path / "saved" / "global_step_2")
+    options = {"restore_from": source, "is_peft": True, "on_mismatch": "error", **WEIGHTS_ALONE}
+    trained(tmp_path / "same", 2, frozen(0.5), **options)
+    with pytest.raises(CheckpointMismatchError, match=r"model: model\.frozen.*hidden\.weight"):
+        trained(tmp_path / "other", 2, frozen(0.25), **options)
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("optimizer.learning", "did you mean optimizer"),
-        ("lr_schedulr", "did you mean lr_scheduler?"),
-        ("zzz", "choose among"),
-    ],
+    "change",
+    [with_options(lr=0.5, weight_decay=0.0), other_dropout, dropout_left_out, noise(0.2), clipping(0.5)],
+    ids=["optimizer", "dropout", "no-dropout", "data", "clipping"],
 )
-def test_an_unknown_name_is_refused_at_the_start_with_the_nearest(name: str, hint: str, tmp_path: Path) -> None:
-    trainer = make_custom_trainer(tmp_path, override_on_restore=(name,))
-    with pytest.raises(ConfigError, match="override_on_restore") as caught:
-        CheckpointerCallback(trainer).on_train_begin()
-    assert hint in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("restore_optimizer", [False, True])
+def test_another_training_of_the_same_weights_is_silent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Change, restore_optimizer: bool
+) -> None:
+    trained(tmp_path / "saved", 2)
+    options = {**WEIGHTS_ALONE, "restore_optimizer": restore_optimizer}
+    with caplog.at_level(logging.INFO):
+        source = str(tmp_path / "saved" / "global_step_2")
+        trained(tmp_path / "own", 2, change, restore_from=source, on_mismatch="error", **options)
+    assert warnings(caplog) == []
+    assert [message for message in caplog.messages if " -> " in message] == []

@@ -65,7 +65,7 @@ class Leg(EventReporter):
 
             fully_shard(model)
             return model
-        if self.given.parallel == "tp2-fsdp":
+        if self.given.parallel in ("tp2-fsdp", "fsdp-tp2"):
             self._split_in_two(model)
             return model
         if self.given.accumulation != 1:
@@ -75,20 +75,20 @@ class Leg(EventReporter):
         return model
 
     def _split_in_two(self, model: nn.Module) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-        from hyper_resume.config import AcceleratorConfig
-        from hyper_resume.parallel import build_mesh
-
-        sizes = AcceleratorConfig(tp_size=2, dp_shard_size=self.job.world_size // 2)
-        mesh = build_mesh(sizes, self.device.type, self.job.world_size)
-        if mesh is None:
-            raise TroubleError("parallel: tp2-fsdp needs an even number of ranks")
-        parallelize_module(model, mesh.tp_mesh, {"hidden": ColwiseParallel(output_layouts=Replicate())})
-        fully_shard(model, mesh=mesh.dp_mesh)
-        self.share, self.shares, self.dp_group = mesh.dp_rank, mesh.dp_size, mesh.dp_mesh.get_group()
+        if self.job.world_size % 2:
+            raise TroubleError(f"parallel: {self.given.parallel} needs an even number of ranks")
+        dimensions = {"dp_shard": self.job.world_size // 2, "tp": 2}
+        names = tuple(dimensions) if self.given.parallel == "tp2-fsdp" else tuple(reversed(dimensions))
+        mesh = init_device_mesh(self.device.type, tuple(dimensions[name] for name in names), mesh_dim_names=names)
+        parallelize_module(model, mesh["tp"], {"hidden": ColwiseParallel(output_layouts=Replicate())})
+        fully_shard(model, mesh=mesh["dp_shard"])
+        self.share, self.shares = mesh.get_local_rank("dp_shard"), dimensions["dp_shard"]
+        self.dp_group = mesh.get_group("dp_shard")
 
     def _average(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None

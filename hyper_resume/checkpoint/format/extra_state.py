@@ -47,9 +47,14 @@ MESH = "mesh"
 RUN = "run"
 """What the run on this rank is made of, as plain values; it is compared at a restore, and no part of the state."""
 SHARDED = "sharded"
-"""Paths of the stateful objects' tensors that were sharded, where there are any; their local parts are saved."""
+"""Path of each sharded tensor of the stateful objects, where there are any -> [shape, offsets, sizes] of the saved part.
+
+Version 0.2.0 has a list of the paths."""
+RESHARDED = "resharded"
+"""In a training state that was read: [objects of which the rest differs between the ranks that saved, paths of the tensors of
+which this rank's part was put together]."""
 # The keys that identify the rank and the save of a training state, and remarks; they belong to no bucket.
-IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id", UNCOVERED, MESH, RUN, SHARDED})
+IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id", UNCOVERED, MESH, RUN, SHARDED, RESHARDED})
 PROGRESS = "progress"
 _PROGRESS_KEYS = frozenset({"global_step", "epoch", "epoch_ended"})
 
@@ -173,7 +178,11 @@ def saved_digests(manifest: Manifest | None, training_state: Mapping[str, Any]) 
     if manifest is None or not training_state:
         return {}
     saved = manifest.buckets.get(str(training_state["rank"]), {})
-    return {bucket: saved[bucket] for bucket in map(bucket_of, training_state) if bucket in saved}
+    # What was put together from the parts of several ranks has been compared with each one's digest.
+    others = {"stateful"} if RESHARDED in training_state else set()
+    return {
+        bucket: saved[bucket] for bucket in map(bucket_of, training_state) if bucket in saved and bucket not in others
+    }
 
 
 def bucket_digests(training_state: Mapping[str, Any]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,7 @@ from hyper_resume.checkpoint.format.mesh import covers, mesh_from_plain, same_pl
 from hyper_resume.checkpoint.format.save_id import SAVE_ID, SHARD_ENTRY_PATTERN
 from hyper_resume.checkpoint.format.segments import VerifiedFile
 from hyper_resume.checkpoint.loading.entry_reader import EntryReader, ReadResult
+from hyper_resume.checkpoint.loading.resharding import parts_from_plain, reshard
 from hyper_resume.checkpoint.loading.same_save import refuse_mixed_saves
 from hyper_resume.checkpoint.parsing import safe_load
 from hyper_resume.errors import CheckpointMismatchError, HyperResumeError, describe
@@ -91,10 +93,13 @@ def read_training_state(
         CheckpointMismatchError: it can't be decoded, has a newer format, or was written by another rank.
     """
     if layout.kind == "per_rank":
-        return extra.read_file(directory, rank)
-    names = extra.embedded_names(metadata, rank)
-    values = load_entries(dict.fromkeys(names.values()), directory, metadata).values
-    return extra.unwrap_embedded({key: values[name] for key, name in names.items()}, rank, str(directory))
+        state = extra.read_file(directory, rank)
+    else:
+        names = extra.embedded_names(metadata, rank)
+        values = load_entries(dict.fromkeys(names.values()), directory, metadata).values
+        state = extra.unwrap_embedded({key: values[name] for key, name in names.items()}, rank, str(directory))
+    # A load says this of what it has put together; no file can.
+    return {key: value for key, value in state.items() if key != extra.RESHARDED}
 
 
 def load_training_state(
@@ -110,7 +115,8 @@ def load_training_state(
         metadata: its DCP metadata.
         manifest: its manifest, if it has one.
         group: the process group of all ranks.
-        skeleton: has the mesh of this run, if the caller knows it; the result has that of the run which saved.
+        skeleton: has the mesh of this run, if the caller knows it, and its parts of sharded tensors; the result has the mesh
+            of the run which saved, and this run's parts.
 
     Raises:
         CheckpointNotFoundError: there is none, or none of this rank.
@@ -133,6 +139,10 @@ def load_training_state(
             first,
         )
         state = probe
+        if skeleton.get(extra.SHARDED) and isinstance(probe.get(extra.SHARDED), Mapping):
+            wanted = parts_from_plain(skeleton[extra.SHARDED])
+            read = partial(read_training_state, directory, metadata, found)
+            state = collective.on_all_ranks(lambda: reshard(probe, found.ranks, read, wanted, manifest), group)
     saves = collective.all_gather((state["global_step"], state["world_size"]), group)
     if len(set(saves)) > 1:
         raise CheckpointMismatchError(
@@ -148,7 +158,7 @@ def load_training_state(
         logger.info("Read extra_state embedded in the DCP state dict")
     else:
         logger.info("Read extra_state from %s", extra.file_path(directory, state["rank"]))
-    return {**state, extra.MESH: mesh}
+    return {**({extra.SHARDED: {}} if extra.SHARDED in skeleton else {}), **state, extra.MESH: mesh}
 
 
 def _saved_mesh(manifest: Manifest | None, skeleton: Mapping[str, Any]) -> dict[str, Any] | None:

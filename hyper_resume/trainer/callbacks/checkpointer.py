@@ -42,9 +42,9 @@ from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.requirements import as_config, copy_counters, metrics_of, require_attributes, require_counters
 from hyper_resume.trainer.restore import refusal, restore
 from hyper_resume.trainer.restored_streams import OpenCertificate
-from hyper_resume.trainer.run_fingerprint import RunFingerprint
-from hyper_resume.trainer.run_mesh import find_run_mesh
-from hyper_resume.trainer.schedule_order import ScheduleOrder
+from hyper_resume.trainer.run.fingerprint import RunFingerprint
+from hyper_resume.trainer.run.mesh import find_run_mesh
+from hyper_resume.trainer.run.schedule_order import ScheduleOrder
 from hyper_resume.trainer.state import TrainerState
 from hyper_resume.trainer.unchanged_buckets import UnchangedBuckets
 from hyper_resume.trainer.uncovered import UncoveredState

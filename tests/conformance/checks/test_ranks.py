@@ -78,3 +78,37 @@ def test_records_without_digests_show_nothing_of_streams(tmp_path: Path) -> None
     found = evidence(leg(tmp_path, steps=range(1, 4), ends=[0, 0, 0, 0], change=without))
     assert status(found, "ranks_share", leg="resumed", column="rng", groups=PAIRS) == ("error", None)
     assert status(found, "ranks_share", leg="resumed", column="samples", groups=PAIRS) == ("passed", None)
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+
+
+def of_pairs(*, stray: bool = False) -> list[list[dict[str, Any]]]:
+    """By rank, the events of two saves and the end: one weight that a pair copies, one that each rank has a part of."""
+    events = []
+    for rank in range(4):
+        states = []
+        for step in (2, 4, 6):
+            copied = f"float32[2] {step}{rank // 2}{'f' if stray and rank == 3 and step == 4 else '0'}"
+            buckets = {"model": {"norm.weight": copied, "hidden.weight": f"float32[4] {step}{rank}"}}
+            kind = "end" if step == 6 else "saved"
+            states.append({"kind": kind, "global_step": step, "epoch": 0, "buckets": buckets})
+        events.append(states)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("stray", "groups", "entries", "expected"),
+    [
+        (False, PAIRS, "norm.*", ("passed", None)),
+        (True, PAIRS, "norm.*", ("failed", "model")),
+        (False, PAIRS, "hidden.*", ("failed", "model")),
+        (False, PAIRS, "none.*", ("error", None)),
+        (False, [[0, 2], [1, 3]], "norm.*", ("error", None)),  # two groups hold the same
+    ],
+)
+def test_copies_are_compared_within_their_group_at_every_save(
+    tmp_path: Path, stray: bool, groups: Any, entries: str, expected: Any
+) -> None:
+    found = evidence(leg(tmp_path, ends=[0, 0, 0, 0], events=of_pairs(stray=stray)))
+    assert status(found, "copies_agree", leg="resumed", groups=groups, entries=entries) == expected

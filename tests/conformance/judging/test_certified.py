@@ -224,6 +224,53 @@ def test_what_was_saved_must_be_the_state_of_the_reference(tmp_path: Path) -> No
     assert found(case(), of) == []
 
 
+def beyond(folder: Path, change: Any = None, *, of_saver: Any = None, calibrated: bool = True) -> Evidence:
+    """The leg that saved step 2 was elsewhere than the reference, and trained on to step 4 itself."""
+
+    def elsewhere(item: dict[str, Any], rank: int) -> None:
+        item["loss"] += 1.0
+        if of_saver:
+            of_saver(item, rank)
+
+    def resumed_there(item: dict[str, Any], rank: int) -> None:
+        item["loss"] += 1.0
+        if change:
+            change(item, rank)
+
+    saved = {"kind": "saved", "global_step": 2, "epoch": 0, "directory": "global_step_2", "buckets": {}}
+    saver = leg(folder, "saving", steps=range(1, 5), events=[[saved]], change=elsewhere)
+    reference = leg(folder, "reference", steps=range(1, 5))
+    return evidence(reference, saver, resumed(folder, EXACT, resumed_there), calibrated=calibrated)
+
+
+def test_what_the_leg_that_saved_trained_after_its_save_is_the_uninterrupted_run(tmp_path: Path) -> None:
+    (record,) = certified_checks(case(), beyond(tmp_path))
+    assert (record.status, record.parameters) == ("passed", {"leg": "resumed", "against": "saving"})
+
+
+@pytest.mark.parametrize(("key", "value", "column", "bucket"), [row[1:] for row in COLUMNS])
+def test_a_leg_that_differs_from_the_one_that_saved_is_a_false_exact(
+    tmp_path: Path, key: str, value: Any, column: str, bucket: str
+) -> None:
+    ((status, first, blamed),) = found(case(), beyond(tmp_path, at(3, key, value)))
+    assert (status, blamed) == ("failed", bucket)
+    assert first is not None
+    assert first.startswith(column.partition(".")[0])
+
+
+def test_the_leg_that_saved_shows_nothing_where_no_such_training_is_known_to_repeat(tmp_path: Path) -> None:
+    different = at(3, "loss", 9.0)
+    assert found(case(), beyond(tmp_path / "one", different, calibrated=False)) == []
+    assert found(case(saving={"seed": 7}), beyond(tmp_path / "two", different)) == []
+
+
+def test_a_reference_at_the_saved_step_is_preferred_to_the_leg_that_saved(tmp_path: Path) -> None:
+    saved = {"kind": "saved", "global_step": 2, "epoch": 0, "directory": "global_step_2", "buckets": {}}
+    saver = leg(tmp_path, "saving", steps=range(1, 5), events=[[saved]], change=at(3, "loss", 9.0))
+    reference = leg(tmp_path, "reference", steps=range(1, 5))
+    assert found(case(), evidence(reference, saver, resumed(tmp_path, EXACT))) == [("passed", None, None)]
+
+
 def test_a_reference_that_does_not_repeat_shows_nothing(tmp_path: Path) -> None:
     legs = made(tmp_path, EXACT, at(3, "loss", 9.0)).legs.values()
     assert found(case(), evidence(*legs, calibrated=False)) == []

@@ -87,6 +87,29 @@ def test_a_failed_kill_whose_soak_says_pass_leads_to_its_values_too(tmp_path: Pa
     assert Page(render(made)).count("a", "href", "#kill-cpu4-soak.demo-2") >= 1
 
 
+@pytest.mark.parametrize("outcome", ["false_exact", "pass"])
+def test_a_kill_under_a_certificate_that_says_exact_is_listed_before_every_other(tmp_path: Path, outcome: str) -> None:
+    false = {
+        **FAILED,
+        "outcome": "false_exact",
+        "divergence": {**DIFFERENCE, "step": 44},
+        "reason": "certified as exact",
+    }
+    made = soaked(tmp_path / "run", FAILED, false, outcome=outcome)
+    first = made.report.verdict.findings[0]
+    assert (first.kind, first.weight) == ("false_exact", "refused")
+    assert first.divergence is not None
+    assert first.divergence.step == 44
+    assert "is certified as exact and trains differently" in first.text.en
+    assert "证书称完全一致" in first.text.zh
+    assert "2 of 2 kills failed" in made.report.verdict.sentence.en
+    page = Page(render(made))
+    assert page.count("a", "href", "#kill-cpu4-soak.demo-2") >= 1
+    root = ElementTree.fromstring(make_junit(made.report))
+    (suite,) = (suite for suite in root if suite.get("name") == "kills")
+    assert suite.get("failures") == "2"
+
+
 def test_a_kill_that_failed_without_a_value_says_why(tmp_path: Path) -> None:
     made = soaked(tmp_path / "run", {**FAILED, "divergence": None, "reason": "5 steps are lost, more than 3"})
     page = Page(render(made))

@@ -60,7 +60,7 @@ class Difference:
 
 
 def find_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences of two descriptions (:func:`~hyper_resume.trainer.run_description.describe_run`).
+    """Return the differences of two descriptions (:func:`~hyper_resume.trainer.run.description.describe_run`).
 
     ``saved`` may come from any version of this library: what only one of the two describes is no difference.
     """
@@ -76,6 +76,16 @@ def find_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[D
         paths = (*found[key].paths, path) if key in found else (path,)
         found[key] = Difference(name=name, saved=values[0], now=values[1], bucket=bucket, paths=paths)
     return [*_once(found.values()), *_frozen(saved, now)]
+
+
+def concerns_weights(one: Difference, now: Mapping[str, Any]) -> bool:
+    """Return whether the same weights are another model because of a difference; a dropout only changes their training."""
+    modules = now["model"].get("modules") or {}
+    classes = [modules.get(path[2], {}).get("class") for path in one.paths if path[:2] == ("model", "modules")]
+    is_dropout = "drop" in one.name.rpartition(".")[2] or any(
+        "Dropout" in str(text) for text in (*classes, one.saved, one.now)
+    )
+    return one.bucket == "model" and one.name.startswith("model.") and not is_dropout
 
 
 def known_names(now: Mapping[str, Any]) -> list[str]:

@@ -18,8 +18,15 @@ from hyper_resume.state.held_optimizers import names_of
 from hyper_resume.state.planned_schedule import Replay, replay
 from hyper_resume.state.scheduler import collect_schedulers
 from hyper_resume.trainer.payload import as_list, names_in, reachable_optimizers
-from hyper_resume.trainer.run_description import describe_run, group_name
-from hyper_resume.trainer.run_differences import Difference, Holder, find_differences, known_names, with_values
+from hyper_resume.trainer.run.description import describe_run, group_name
+from hyper_resume.trainer.run.differences import (
+    Difference,
+    Holder,
+    concerns_weights,
+    find_differences,
+    known_names,
+    with_values,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +52,7 @@ class RunComparison:
 
 
 class RunFingerprint:
-    """The description of this run on this rank, as it holds; see :mod:`hyper_resume.trainer.run_description`."""
+    """The description of this run on this rank, as it holds; see :mod:`hyper_resume.trainer.run.description`."""
 
     def __init__(self, trainer: Any, config: CheckpointingConfig) -> None:
         """Describe the new trainer, before anything is restored or trained.
@@ -65,14 +72,18 @@ class RunFingerprint:
         """What holds in this run: its own values, and those of the checkpoint that a restore has set instead."""
         return self._holding
 
-    def compare(self, payload: Mapping[str, Any], extra_state: Mapping[str, Any]) -> RunComparison:
+    def compare(
+        self, payload: Mapping[str, Any], extra_state: Mapping[str, Any], described: Mapping[str, Any] | None = None
+    ) -> RunComparison:
         """Compare with what was read; changes nothing. A checkpoint without a description has no differences.
 
         Args:
             payload: model and optimizer as they were read.
             extra_state: this rank's training state as it was read; empty where none was requested.
+            described: what the run that saved is made of, where no training state was requested. Only what concerns the weights
+                is compared then: another training of them is wanted.
         """
-        saved = extra_state.get(RUN)
+        saved = extra_state.get(RUN) if self._config.restore_train_state else described
         if not isinstance(saved, Mapping) or not saved:
             return RunComparison(payload=payload, extra_state=extra_state)
         differences = [one for one in find_differences(saved, self._now) if self._is_restored(one)]
@@ -103,6 +114,8 @@ class RunFingerprint:
         return result
 
     def _is_restored(self, one: Difference) -> bool:
+        if not self._config.restore_train_state:
+            return concerns_weights(one, self._now)
         return one.bucket != "optimizer" or self._config.restore_optimizer
 
     def _is_declared(self, name: str) -> bool:
