@@ -32,6 +32,10 @@ class CheckpointLockedError(CheckpointSaveError):
     """Another run writes to the same checkpoint_dir."""
 
 
+class CheckpointExistsError(CheckpointSaveError):
+    """A run was to start anew in a checkpoint_dir that holds another run's checkpoints."""
+
+
 class PreemptedError(HyperResumeError, RuntimeError):
     """A signal stopped training after a save; start it again to resume."""
 

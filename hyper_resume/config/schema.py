@@ -35,8 +35,9 @@ class CheckpointingConfig(CheckedBlock):
     Fields may be given by position, in this order, and changed afterwards; each change is checked as at construction. A run
     reads ``manager`` and what its storage backend takes once, when the callback is made; the other fields count at their use.
 
-    ``save_ckpt`` governs writing only, ``restore_from`` reading only. A step directory that none of ``keep_last``,
-    ``keep_every`` and ``keep_best`` keeps is deleted once a newer one is durable; with none of the three set, all are kept.
+    ``save_ckpt`` governs writing only, ``restore_from`` reading only. A step directory of this run, or of what it continues,
+    that none of ``keep_last``, ``keep_every`` and ``keep_best`` keeps is deleted once a newer one is durable; with none of the
+    three set, all are kept. Checkpoints of other runs in the same directory are never deleted for these rules.
     """
 
     # The specification's fields (5.1), in its order.
@@ -81,12 +82,14 @@ class CheckpointingConfig(CheckedBlock):
     """What a load checks of every file before it changes anything: size and digest, or the size alone."""
     on_mismatch: Literal["warn", "error"] = "warn"
     """What happens when a restore would not be exact: a warning, or a refusal before anything is changed."""
+    on_other_run: Literal["warn", "error"] = "warn"
+    """What happens when a run starts anew in a checkpoint_dir that holds another run's checkpoints: a warning, or a refusal."""
     keep_last: int | None = None
     """Keep the newest N step directories; null does not use this rule."""
     keep_every: int | None = None
     """Keep the step directories whose step N divides; null does not use this rule."""
     keep_best: int = 0
-    """Keep the N best step directories by keep_best_metric; 0 does not use this rule."""
+    """Keep the N best step directories by keep_best_metric, and those without it; 0 does not use this rule."""
     keep_best_metric: str = "loss"
     """The number in the trainer's state (or its metrics) by which keep_best ranks."""
     keep_best_mode: Literal["min", "max"] = "min"

@@ -8,6 +8,7 @@ that grows with every save to the same root.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,6 +48,28 @@ class Candidate:
     def order(self) -> tuple[int, int]:
         """The sort key: later saves are greater. Directories without a manifest come before all others, by their step."""
         return (-1 if self.manifest is None else self.manifest.ordinal, self.step)
+
+
+def identity(candidate: Candidate) -> tuple[int, str]:
+    """Return (step, save id) of a candidate with a manifest."""
+    assert candidate.manifest is not None
+    return candidate.manifest.step, candidate.manifest.attempt
+
+
+def with_ancestors(saves: Ancestors, candidates: Iterable[Candidate]) -> set[tuple[int, str]]:
+    """Return ``saves`` and all that they descend from.
+
+    A manifest lists at most :data:`MAX_ANCESTORS`; those before them are in the lists of the ancestors that stand.
+    """
+    known = {identity(one): one.manifest.ancestors for one in candidates if one.manifest is not None}
+    found: set[tuple[int, str]] = set()
+    left = list(saves)
+    while left:
+        save = left.pop()
+        if save not in found:
+            found.add(save)
+            left.extend(known.get(save, ()))
+    return found
 
 
 def list_candidates(checkpoint_dir: Path) -> list[Candidate]:
@@ -165,6 +188,11 @@ def _why_not_in_lineage(
     if _is_beyond_pointer(candidate, pointed, head):
         return "it is a later step than the pointer names and may belong to an abandoned run"
     return ""
+
+
+def is_step_of(directory: Path, checkpoint_dir: Path) -> bool:
+    """Whether ``directory`` is a step directory of this root, by whatever way its path leads there."""
+    return layout.parse_step(directory.name) is not None and directory.resolve().parent == checkpoint_dir.resolve()
 
 
 def refuse_if_published(checkpoint_dir: Path, order: ResumeOrder, complaints: list[str]) -> None:
