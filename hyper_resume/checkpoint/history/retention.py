@@ -122,6 +122,8 @@ def _not_outranked(retention: Retention, complete: list[Candidate]) -> list[Cand
         else:
             # Of two equal values the newer save is kept.
             ranked.append((sign * value, -candidate.manifest.ordinal, candidate))
+    if not ranked:
+        logger.warning("no save holds the metric %r: keep_best deletes none of them", retention.best_metric)
     best = sorted(ranked, key=lambda item: item[:2])[: retention.keep_best]
     return [*unranked, *(candidate for _, _, candidate in best)]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,8 @@ def _metrics(state: Any, name: str) -> dict[str, float]:
                 do="set it before the save (your own callbacks run before the checkpointer), or set another metric",
             )
         )
+    if not math.isfinite(value):
+        logger.warning("%s is %s at this save: it can't be ranked, so keep_best does not delete it", name, value)
     return {name: float(value)}
 
 
