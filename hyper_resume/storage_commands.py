@@ -41,7 +41,9 @@ def add_commands(commands: Any) -> None:
     diff.add_argument("--all", action="store_true", help=f"print all differences, not the first {_MOST_DIFFERENCES}")
     diff.add_argument("--json", action="store_true", help="print one JSON object per line")
     diff.set_defaults(run=run_diff)
-    prune = commands.add_parser("prune", help="delete the step directories that are not kept, of all runs in a root", allow_abbrev=False)
+    prune = commands.add_parser(
+        "prune", help="delete the step directories that are not kept, of all runs in a root", allow_abbrev=False
+    )
     prune.add_argument("checkpoint_dir", help="the root that holds the step directories")
     prune.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N saves")
     prune.add_argument("--keep-every", type=int, metavar="N", help="keep the steps that N divides")
@@ -114,7 +116,7 @@ def _print_step_directory(found: Inspection) -> None:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Print one line per step directory; returns 1 when one is damaged."""
+    """Print one line per step directory; returns 1 when one is damaged, or can't be read now."""
     from hyper_resume.checkpoint.commands.verification import verify_path
 
     found = verify_path(arguments.path, digests=not arguments.size_only)
@@ -122,7 +124,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         print(json.dumps({**found.as_plain(), "is_good": found.is_good}, indent=2))
         return 0 if found.is_good else EXIT_FOUND
     for step in found.steps:
-        verdict = "good   " if step.is_good else "DAMAGED"
+        verdict = "good   " if step.is_good else "DAMAGED" if step.is_readable else "UNREAD "
         print(f"{verdict}  {step.path}: {step.files} files, {step.size_bytes:,} bytes; checked {step.checked}")
         for complaint in step.complaints:
             print(f"         {_one_line(complaint)}")
@@ -209,7 +211,9 @@ def _refuse_unknown_metric(root: Path, metric: str) -> None:
                 where=str(root),
                 expected=f"--metric with one of {', '.join(names)}" if names else "saves that were made with keep_best",
                 found=f"--metric {metric}, which none of {saves} saves holds",
-                do="correct --metric; nothing was deleted" if names else "use --keep-last or --keep-every; nothing was deleted",
+                do="correct --metric; nothing was deleted"
+                if names
+                else "use --keep-last or --keep-every; nothing was deleted",
             )
         )
 

@@ -233,7 +233,10 @@ def test_prune_for_the_best_of_saves_without_any_metric_is_an_error_and_deletes_
     for step in (1, 2, 3):
         save(tmp_path, step, float(step))
     assert _run("prune", str(tmp_path), "--keep-best", "1") == cli.EXIT_USAGE
-    assert "expected: saves that were made with keep_best; found: --metric loss, which none of 3" in capsys.readouterr().err
+    assert (
+        "expected: saves that were made with keep_best; found: --metric loss, which none of 3"
+        in capsys.readouterr().err
+    )
     assert _steps(tmp_path) == [1, 2, 3]
 
 

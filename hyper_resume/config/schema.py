@@ -82,8 +82,6 @@ class CheckpointingConfig(CheckedBlock):
     """What a load checks of every file before it changes anything: size and digest, or the size alone."""
     on_mismatch: Literal["warn", "error"] = "warn"
     """What happens when a restore would not be exact: a warning, or a refusal before anything is changed."""
-    on_other_run: Literal["warn", "error"] = "warn"
-    """What happens when a run starts anew in a checkpoint_dir that holds another run's checkpoints: a warning, or a refusal."""
     keep_last: int | None = None
     """Keep the newest N step directories; null does not use this rule."""
     keep_every: int | None = None
@@ -102,6 +100,10 @@ class CheckpointingConfig(CheckedBlock):
     """Names of differences from the saved run that are wanted, such as optimizer.lr; this run's values are used."""
     preemption_signals: tuple[str, ...] = ("SIGTERM",)
     """On one of these signals all ranks save after the running step and exit with code 75; [] turns it off."""
+    on_other_run: Literal["warn", "error"] = "warn"
+    """What a start anew in a checkpoint_dir with another run's checkpoints meets: a warning, or a refusal."""
+    initial_restore_from: str | None = None
+    """A step directory of another run, from which to start while restore_from LATEST finds none; null uses none."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field; once all are set, refuse a value that the construction would refuse.

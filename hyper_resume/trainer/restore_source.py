@@ -14,13 +14,15 @@ from hyper_resume.errors import CheckpointNotFoundError, describe
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
+RESTORE_FROM = "checkpoint.restore_from"
 
 
 def find_restore_path(config: CheckpointingConfig, storage: CheckpointerBase) -> str | None:
     """Return the directory to restore from, the same on all ranks: rank 0 reads the disk.
 
-    ``LATEST`` without any checkpoint starts from scratch, whatever ``on_mismatch`` is: the command that resumes a job is
-    the one that starts it, and no checkpoint is skipped.
+    ``LATEST`` without any checkpoint starts from ``initial_restore_from``, and without that from scratch, whatever
+    ``on_mismatch`` is: the command that resumes a job is the one that starts it, and no checkpoint is skipped. If this run has
+    published a checkpoint and none can be used, that is an error, and ``initial_restore_from`` does not take its place.
 
     Raises:
         CheckpointNotFoundError: an explicit path that is not a directory; raised on every rank.
@@ -29,8 +31,12 @@ def find_restore_path(config: CheckpointingConfig, storage: CheckpointerBase) ->
     if wanted is None:
         return None
     if wanted.lower() != LATEST:
-        return _existing(wanted, "checkpoint.restore_from", storage)
+        return _existing(wanted, RESTORE_FROM, storage)
     found = storage.find_latest_checkpoint(config.checkpoint_dir)
+    initial = config.initial_restore_from
+    if found is None and initial is not None:
+        logger.info("no checkpoint found under %s: starting from %s", config.checkpoint_dir, initial)
+        return _existing(initial, "checkpoint.initial_restore_from", storage)
     if found is None:
         logger.warning("no checkpoint found under %s: training starts from scratch", config.checkpoint_dir)
     else:
@@ -46,7 +52,7 @@ def _existing(wanted: str, field: str, storage: CheckpointerBase) -> str:
                 describe(
                     f"{field} is not a directory",
                     where=str(path),
-                    expected="an existing global_step_N directory, or LATEST",
+                    expected=f"an existing global_step_N directory{', or LATEST' if field == RESTORE_FROM else ''}",
                     found="a file" if path.exists() else "nothing",
                     do="correct the path",
                 )

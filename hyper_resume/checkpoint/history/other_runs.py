@@ -18,7 +18,9 @@ _SHOWN = 5
 def steps_of_others(checkpoint_dir: Path) -> list[int]:
     """Return the steps that stand in a root, of this library or of another tool; what is no checkpoint is left out."""
     found = layout.step_directories(checkpoint_dir) + layout.replaced_directories(checkpoint_dir)
-    return sorted(step for step, path in found if any((path / name).exists() for name in (MANIFEST_NAME, METADATA_NAME)))
+    return sorted(
+        step for step, path in found if any((path / name).exists() for name in (MANIFEST_NAME, METADATA_NAME))
+    )
 
 
 def notice(checkpoint_dir: Path, how: Literal["warn", "error"]) -> None:

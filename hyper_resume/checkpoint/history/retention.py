@@ -87,7 +87,7 @@ def metrics_in(checkpoint_dir: Path) -> tuple[int, list[str]]:
 def not_of_latest(checkpoint_dir: Path, saves: Collection[Candidate]) -> list[Candidate]:
     """Return those of ``saves`` that the save which LATEST means does not descend from, and is not itself."""
     complete = {one.path: one for one in _own_saves(checkpoint_dir)}
-    order = lineage.resume_order(checkpoint_dir).directories
+    order = lineage.resume_order(checkpoint_dir).readable
     latest = next((complete[path] for path in order if path in complete), None)
     of_run = set() if latest is None else lineage.with_ancestors((lineage.identity(latest),), complete.values())
     return [one for one in saves if lineage.identity(one) not in of_run]

@@ -1,4 +1,4 @@
-"""Random histories of one root: runs that start anew, resume or go back, and are killed; what is deleted is what may be.
+"""Random histories of one root, of runs that start anew, resume, go back and are killed: what is deleted, what LATEST means.
 
 The model below knows which save continues which from what the test did, not from any manifest. The steps are real: the root's
 bookkeeping, staging, commit, pointer and retention on a real directory, with a manifest and no tensors.
@@ -22,14 +22,13 @@ from hypothesis import strategies as st
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest, encode, read_manifest
+from hyper_resume.checkpoint.history.lineage import resume_order
 from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.checkpoint.saving import publication
 from hyper_resume.checkpoint.saving.root import WritableRoot
 from hyper_resume.digest import bytes_digest_text
 
 HISTORIES = int(os.environ.get("HISTORIES", "100"))
-_METADATA = b"metadata"
-_ENTRY = FileEntry(size_bytes=len(_METADATA), digest=bytes_digest_text([_METADATA]), rank=0)
 
 
 class _NotSynced(operations.FileOperations):
@@ -105,11 +104,24 @@ class Saved:
 
 @dataclass
 class Model:
-    """What stands in the root, by step, and what LATEST means."""
+    """What stands in the root, by step; the step that was pointed to last; and what the last going back has left behind."""
 
     standing: dict[int, Saved] = field(default_factory=dict)
-    latest: Saved | None = None
+    pointer: int | None = None
+    left_behind: set[Saved] = field(default_factory=set)
     number: int = 0
+
+    def continuing(self, save: Saved) -> set[Saved]:
+        """What stands and continues ``save``."""
+        return {one for one in self.standing.values() if save in one.line()[1:]}
+
+    @property
+    def latest(self) -> Saved | None:
+        """The newest that continues what the pointer names and was not left behind; without a pointer the newest of all."""
+        if self.pointer is None:
+            return max(self.standing.values(), key=lambda one: one.number, default=None)
+        named = self.standing[self.pointer]
+        return max(self.continuing(named) - self.left_behind, key=lambda one: one.number, default=named)
 
     def expected_to_go(self, new: Saved, rules: Retention, source: Saved | None) -> set[Saved]:
         """What the rules allow to delete after ``new``, written from their words."""
@@ -120,7 +132,9 @@ class Model:
             is_newest = age < max(1, rules.keep_last or 0)
             is_every = rules.keep_every is not None and one.step % rules.keep_every == 0
             if rules.keep_best and one.loss is not None:
-                better = [loss for loss in ranked if (loss < one.loss) == (rules.best_mode == "min") and loss != one.loss]
+                better = [
+                    loss for loss in ranked if (loss < one.loss) == (rules.best_mode == "min") and loss != one.loss
+                ]
                 newer = [other for other in line[:age] if other.loss == one.loss]
                 is_best = len(better) + len(newer) < rules.keep_best
             else:
@@ -143,10 +157,14 @@ class History:
         source = model.latest if run.start == "LATEST" else None
         if isinstance(run.start, int) and stands:
             source = stands[run.start % len(stands)]
-            model.latest = source
         writer = WritableRoot(run.rules)
         path = None if source is None else self.root / f"global_step_{source.step}"
-        writer.begin(self.root, path)
+        writer.begin(self.root, path, is_latest=run.start == "LATEST")
+        if source is not None:
+            model.pointer = source.step
+            if run.start != "LATEST":
+                model.left_behind = model.continuing(source)
+        self.compare(f"a run began from {source}")
         last = source
         step = 0 if source is None else source.step
         for one in run.saves:
@@ -163,7 +181,8 @@ class History:
         target = self.root / f"global_step_{step}"
         save = writer.new_save(target, step)
         try:
-            (save.staging / ".metadata").write_bytes(_METADATA)
+            # The save's id stands in .metadata, as in a real one.
+            (save.staging / ".metadata").write_bytes(save.save_id.encode())
             (save.staging / "manifest.json").write_bytes(encode(_manifest(save, one.loss)))
             if one.killed == "before the commit":
                 return False
@@ -176,7 +195,7 @@ class History:
                 return False
             writer.note_durable(save)
             publication.move_pointer_and_report(save, None)
-            model.latest = new
+            model.pointer = step
             if one.killed == "before retention":
                 return False
             gone = model.expected_to_go(new, rules, source)
@@ -197,14 +216,18 @@ class History:
             assert manifest is not None
             found[step] = manifest.attempt
         assert found == {step: one.attempt for step, one in self.model.standing.items()}, when
+        order = resume_order(self.root).directories
+        latest = None if self.model.latest is None else f"global_step_{self.model.latest.step}"
+        assert (order[0].name if order else None) == latest, f"{when}: LATEST"
 
 
 def _manifest(save: publication.SaveInProgress, loss: float | None) -> Manifest:
+    content = save.save_id.encode()
     return publication.draft_manifest(
         save,
         world_size=1,
         mesh=None,
-        files={".metadata": _ENTRY},
+        files={".metadata": FileEntry(size_bytes=len(content), digest=bytes_digest_text([content]), rank=0)},
         buckets={},
         names={},
         uncovered={},
@@ -232,8 +255,8 @@ def root() -> Iterator[Path]:
     suppress_health_check=list(HealthCheck),
 )
 @given(runs=st.lists(RUNS, min_size=1, max_size=5))
-@pytest.mark.timeout(max(120, HISTORIES // 10))
-def test_nothing_outside_the_rules_is_ever_deleted(root: Path, runs: list[RunOf]) -> None:
+@pytest.mark.timeout(max(120, HISTORIES))
+def test_nothing_outside_the_rules_is_ever_deleted_and_latest_follows_the_run(root: Path, runs: list[RunOf]) -> None:
     for entry in root.iterdir():
         if entry.name != ".writer.lock":
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

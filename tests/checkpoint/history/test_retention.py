@@ -150,23 +150,25 @@ def test_what_is_damaged_stays_and_takes_the_place_of_no_whole_one(tmp_path: Pat
     assert [one.step for one in retention.find_outdated(Retention(keep_last=1), tmp_path)] == [1]
 
 
-class _FailsOnce(operations.FileOperations):
-    """The first read of one file fails."""
+class _Fails(operations.FileOperations):
+    """No read of one file succeeds."""
 
     def __init__(self, path: Path) -> None:
-        self._path: Path | None = path
+        self._path = path
 
     def open_read(self, path: Path) -> BinaryIO:
         if path == self._path:
-            self._path = None
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return super().open_read(path)
 
+    def pause(self, seconds: float) -> None:
+        return
+
 
 @pytest.mark.parametrize("unreadable", [1, 2, 3])
-def test_a_manifest_that_can_not_be_read_for_once_costs_no_checkpoint(tmp_path: Path, unreadable: int) -> None:
+def test_a_manifest_that_can_not_be_read_costs_no_checkpoint(tmp_path: Path, unreadable: int) -> None:
     run(tmp_path, plain(1, 2, 3))
-    with operations.use(_FailsOnce(tmp_path / f"global_step_{unreadable}" / "manifest.json")):
+    with operations.use(_Fails(tmp_path / f"global_step_{unreadable}" / "manifest.json")):
         doomed = {one.step for one in retention.find_outdated(Retention(keep_last=2), tmp_path)}
     assert doomed <= {1}
     assert unreadable not in doomed
@@ -293,11 +295,11 @@ def test_rank_zero_deletes_and_all_ranks_go_on_when_it_has(tmp_path: Path) -> No
     assert run_ranks(_runs, 2, str(tmp_path)) == [[2, 3], [2, 3]]
 
 
-def test_a_copy_that_stepped_aside_and_can_not_be_read_for_once_is_put_back_the_next_time(tmp_path: Path) -> None:
+def test_a_copy_that_stepped_aside_and_can_not_be_read_is_put_back_the_next_time(tmp_path: Path) -> None:
     save(tmp_path, 2, 2.0)
     aside = tmp_path / ".staging" / "global_step_2.0123456789ab.replaced"
     (tmp_path / "global_step_2").rename(aside)
-    with operations.use(_FailsOnce(aside / "manifest.json")):
+    with operations.use(_Fails(aside / "manifest.json")):
         layout.clear_leftovers(tmp_path)
     assert aside.is_dir()
     layout.clear_leftovers(tmp_path)
