@@ -99,6 +99,11 @@ def _retention_deletes_other_runs(put: Saboteur) -> None:
     put.replace(f"{_RETENTION}:find_outdated", outdated)
 
 
+@sabotage("other-run-not-noticed")
+def _other_run_not_noticed(put: Saboteur) -> None:
+    put.replace("hyper_resume.checkpoint.history.other_runs:notice", lambda original, *args: None)
+
+
 @sabotage("unranked-is-worst")
 def _unranked_is_worst(put: Saboteur) -> None:
     """A save without the metric counts as the worst of all."""
