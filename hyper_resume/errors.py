@@ -7,6 +7,14 @@ either. All of them are built from one finished message, because an error must s
 
 from __future__ import annotations
 
+import errno
+
+# The kernel has looked, and this is what it found: no such file, another kind of file, a link, or a name that can't exist.
+# EFBIG is this library's own, for a file that is larger than any it writes.
+_FOUND_OUT = frozenset(
+    (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EFBIG, errno.EINVAL)
+)
+
 
 class HyperResumeError(Exception):
     """Base of every error that this library raises itself."""
@@ -20,6 +28,10 @@ class CheckpointNotFoundError(HyperResumeError, FileNotFoundError):
     """A checkpoint, or a required part of one, is not on disk."""
 
 
+class CheckpointUnreadableError(HyperResumeError, OSError):
+    """A checkpoint could not be read, although it was tried again; nothing says that it is damaged."""
+
+
 class CheckpointMismatchError(HyperResumeError, RuntimeError):
     """The checkpoint and the running job do not fit together."""
 
@@ -30,6 +42,10 @@ class CheckpointSaveError(HyperResumeError, RuntimeError):
 
 class CheckpointLockedError(CheckpointSaveError):
     """Another run writes to the same checkpoint_dir."""
+
+
+class CheckpointExistsError(CheckpointSaveError):
+    """A run was to start anew in a checkpoint_dir that holds another run's checkpoints."""
 
 
 class PreemptedError(HyperResumeError, RuntimeError):
@@ -50,6 +66,13 @@ class TrainingIncompleteError(HyperResumeError, RuntimeError):
 
 class UnsupportedError(HyperResumeError, RuntimeError):
     """A combination that is not supported; the message says which part of it, and what works instead."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a later try of a read may succeed that failed so: the error says nothing about what is on the disk."""
+    if not isinstance(error, OSError) or isinstance(error, HyperResumeError):
+        return False
+    return error.errno is not None and error.errno not in _FOUND_OUT
 
 
 def describe(what: str, *, where: str = "", expected: str = "", found: str = "", do: str = "") -> str:

@@ -41,11 +41,13 @@ def add_commands(commands: Any) -> None:
     diff.add_argument("--all", action="store_true", help=f"print all differences, not the first {_MOST_DIFFERENCES}")
     diff.add_argument("--json", action="store_true", help="print one JSON object per line")
     diff.set_defaults(run=run_diff)
-    prune = commands.add_parser("prune", help="delete the step directories that are not kept", allow_abbrev=False)
+    prune = commands.add_parser(
+        "prune", help="delete the step directories that are not kept, of all runs in a root", allow_abbrev=False
+    )
     prune.add_argument("checkpoint_dir", help="the root that holds the step directories")
     prune.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N saves")
     prune.add_argument("--keep-every", type=int, metavar="N", help="keep the steps that N divides")
-    prune.add_argument("--keep-best", type=int, metavar="N", help="keep the N best saves")
+    prune.add_argument("--keep-best", type=int, metavar="N", help="keep the N best saves, and those without the metric")
     prune.add_argument("--metric", default="loss", help="the metric that ranks the saves (default: loss)")
     prune.add_argument(
         "--mode",
@@ -114,7 +116,7 @@ def _print_step_directory(found: Inspection) -> None:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Print one line per step directory; returns 1 when one is damaged."""
+    """Print one line per step directory; returns 1 when one is damaged, or can't be read now."""
     from hyper_resume.checkpoint.commands.verification import verify_path
 
     found = verify_path(arguments.path, digests=not arguments.size_only)
@@ -122,7 +124,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         print(json.dumps({**found.as_plain(), "is_good": found.is_good}, indent=2))
         return 0 if found.is_good else EXIT_FOUND
     for step in found.steps:
-        verdict = "good   " if step.is_good else "DAMAGED"
+        verdict = "good   " if step.is_good else "DAMAGED" if step.is_readable else "UNREAD "
         print(f"{verdict}  {step.path}: {step.files} files, {step.size_bytes:,} bytes; checked {step.checked}")
         for complaint in step.complaints:
             print(f"         {_one_line(complaint)}")
@@ -158,10 +160,10 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
-    """Delete the step directories that are not kept, and print one line for each.
+    """Delete the step directories that are not kept, of all runs that saved there; print one line for each first.
 
     Raises:
-        ConfigError: no option says what to keep, or one keeps less than 1.
+        ConfigError: no option says what to keep, or one keeps less than 1, or no save holds the metric.
         CheckpointLockedError: a run saves into this root now.
     """
     from hyper_resume.checkpoint.disk import lock
@@ -181,14 +183,39 @@ def run_prune(arguments: argparse.Namespace) -> int:
         raise ConfigError(describe("no such directory", where=str(root), do="give the root that holds global_step_N"))
     if not arguments.dry_run:
         lock.acquire(root)
+    if keep.keep_best:
+        _refuse_unknown_metric(root, keep.best_metric)
     outdated_steps = retention.find_outdated(keep, root)
+    of_others = {one.path for one in retention.not_of_latest(root, outdated_steps)}
+    if of_others:
+        print(f"prune counts and deletes across runs: LATEST does not continue {len(of_others)} of these")
     for one in outdated_steps:
-        print(f"{'would delete' if arguments.dry_run else 'deleting'} {one.path}")
+        other = " (of another run, or abandoned)" if one.path in of_others else ""
+        print(f"{'would delete' if arguments.dry_run else 'deleting'} {one.path}{other}", flush=True)
     if not arguments.dry_run:
         retention.prune(root, outdated_steps)
     if not outdated_steps:
         print("nothing to delete")
     return 0
+
+
+def _refuse_unknown_metric(root: Path, metric: str) -> None:
+    """Raise if there are saves and none of them holds the metric: by rank, nothing could be said of any."""
+    from hyper_resume.checkpoint.history import retention
+
+    saves, names = retention.metrics_in(root)
+    if saves and metric not in names:
+        raise ConfigError(
+            describe(
+                "no save holds the metric by which to keep the best",
+                where=str(root),
+                expected=f"--metric with one of {', '.join(names)}" if names else "saves that were made with keep_best",
+                found=f"--metric {metric}, which none of {saves} saves holds",
+                do="correct --metric; nothing was deleted"
+                if names
+                else "use --keep-last or --keep-every; nothing was deleted",
+            )
+        )
 
 
 def _refuse_counts(arguments: argparse.Namespace) -> None:

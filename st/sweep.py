@@ -8,6 +8,7 @@ one rank pauses at its point.
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
@@ -218,9 +219,12 @@ class Sweep:
         killed, resumed, outcome, reason, divergence = None, None, "pass", "", None
         try:
             runner = self._runner(folder, training, reference, sabotaged=True)
+            earlier = _save_id(runner)
             killed = runner.run_attempt("interrupted", restore_from=f"global_step_{BEFORE}", fault=_fault(point))
+            is_committed = _save_id(runner) not in (None, earlier)
             resumed = runner.run_attempt("resumed", restore_from=LATEST)
             _require_little_lost(training, killed, resumed)
+            _require_committed_used(resumed, is_committed=is_committed)
             _require_clean(runner)
         except ViolationError as error:
             outcome, reason, divergence = error.outcome, str(error), error.divergence
@@ -270,6 +274,19 @@ def _require_little_lost(training: Training, killed: Attempt, resumed: Attempt) 
     lost = killed.last_step - resumed.restored
     if lost > training.lost_at_most:
         raise ViolationError(f"{lost} steps are lost, more than {training.lost_at_most}")
+
+
+def _save_id(runner: AttemptRunner) -> str | None:
+    """The id of the save that has the name of the step under test; None if there is none."""
+    manifest = runner.checkpoints / f"global_step_{STEP}" / "manifest.json"
+    found: str | None = json.loads(manifest.read_text())["attempt"] if manifest.exists() else None
+    return found
+
+
+def _require_committed_used(resumed: Attempt, *, is_committed: bool) -> None:
+    """A save that was committed before the kill is resumed from, wherever the pointer was."""
+    if is_committed and resumed.restored != STEP:
+        raise ViolationError(f"step {STEP} was committed before the kill, and is passed over for {resumed.restored}")
 
 
 def _require_clean(runner: AttemptRunner) -> None:

@@ -16,6 +16,8 @@ BUILTINS: dict[type[Exception], type[Exception]] = {
     errors.CheckpointSaveError: RuntimeError,
     errors.StateNotPlainError: TypeError,
     errors.CheckpointLockedError: RuntimeError,
+    errors.CheckpointExistsError: RuntimeError,
+    errors.CheckpointUnreadableError: OSError,
     errors.PreemptedError: RuntimeError,
     errors.ReplicaMismatchError: RuntimeError,
     errors.TrainingIncompleteError: RuntimeError,

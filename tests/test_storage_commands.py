@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import struct
@@ -17,7 +18,9 @@ import xxhash
 
 from hyper_resume import cli
 from hyper_resume.checkpoint import DistributedCheckpointer
+from hyper_resume.checkpoint.history import retention
 from hyper_resume.errors import CheckpointMismatchError
+from tests.checkpoint.single_value import save
 
 
 def _payload(step: int) -> dict[str, Any]:
@@ -214,6 +217,63 @@ def test_prune_keeps_the_best(root: Path) -> None:
     # The losses of steps 1, 2 and 3 are 1, 0 and 1.
     assert _run("prune", str(root), "--keep-best", "1") == 0
     assert _steps(root) == [2, 3]
+
+
+def test_prune_never_deletes_for_its_rank_what_it_can_not_rank(tmp_path: Path) -> None:
+    losses = {1: None, 2: 5.0, 3: 4.0, 4: None, 5: 6.0}
+    for step, loss in losses.items():
+        save(tmp_path, step, float(step), metrics={} if loss is None else {"loss": loss})
+    assert _run("prune", str(tmp_path), "--keep-best", "1") == 0
+    assert _steps(tmp_path) == [1, 3, 4, 5], "2 is outranked, 5 is the newest, 1 and 4 have no rank"
+
+
+def test_prune_for_the_best_of_saves_without_any_metric_is_an_error_and_deletes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, float(step))
+    assert _run("prune", str(tmp_path), "--keep-best", "1") == cli.EXIT_USAGE
+    assert (
+        "expected: saves that were made with keep_best; found: --metric loss, which none of 3"
+        in capsys.readouterr().err
+    )
+    assert _steps(tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_prune_by_a_metric_that_no_save_holds_is_an_error_that_names_those_that_they_hold(
+    root: Path, dry: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("prune", str(root), "--keep-best", "1", "--keep-last", "1", "--metric", "lose", *dry) == cli.EXIT_USAGE
+    told = capsys.readouterr().err
+    assert "expected: --metric with one of loss; found: --metric lose, which none of 3 saves holds" in told
+    assert _steps(root) == [1, 2, 3]
+
+
+def test_prune_says_before_it_deletes_what_belongs_to_other_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20):
+        save(tmp_path, step, 0.0)
+    fresh = DistributedCheckpointer()
+    fresh.begin_run(str(tmp_path), restored_from=None)
+    for step in (1, 2):
+        save(tmp_path, step, 0.0, by=fresh)
+    told_before: list[str] = []
+
+    def prune(original: Any, *args: Any) -> Any:
+        told_before.append(capsys.readouterr().out)
+        return original(*args)
+
+    monkeypatch.setattr(retention, "prune", functools.partial(prune, retention.prune))
+    assert _run("prune", str(tmp_path), "--keep-last", "1") == 0
+    assert told_before == [
+        "prune counts and deletes across runs: LATEST does not continue 2 of these\n"
+        f"deleting {tmp_path / 'global_step_10'} (of another run, or abandoned)\n"
+        f"deleting {tmp_path / 'global_step_20'} (of another run, or abandoned)\n"
+        f"deleting {tmp_path / 'global_step_1'}\n"
+    ]
+    assert _steps(tmp_path) == [2]
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,8 @@ class CheckpointGiven:
     not_saved: tuple[str, ...] | None = None
     override_on_restore: tuple[str, ...] | None = None
     manager: str | None = None
+    on_other_run: Literal["warn", "error"] | None = None
+    initial_restore_from: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,25 @@ def _restore_from_ignored(put: Saboteur) -> None:
     put.replace(f"{_CALLBACK}._resolve_restore_path", lambda original, callback: None)
 
 
+@sabotage("initial-restore-ignored")
+def _initial_restore_ignored(put: Saboteur) -> None:
+    _with_config(put, initial_restore_from=None)
+
+
+@sabotage("initial-restore-wins")
+def _initial_restore_wins(put: Saboteur) -> None:
+    """Every start is from the other run's checkpoint, also when this run has its own."""
+
+    def resolve(original: Any, callback: Any) -> Any:
+        initial = callback.config.initial_restore_from
+        if initial is None:
+            return original(callback)
+        put.fired()
+        return initial
+
+    put.replace(f"{_CALLBACK}._resolve_restore_path", resolve, fires=False)
+
+
 @sabotage("restore-follows-the-save-flags")
 def _restore_follows_the_save_flags(put: Saboteur) -> None:
     _with_config(

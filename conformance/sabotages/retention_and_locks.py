@@ -25,10 +25,10 @@ def _retention_never_acts(put: Saboteur) -> None:
 def _retention_deletes_the_newest(put: Saboteur) -> None:
     """The oldest are kept instead of the newest."""
 
-    def outdated(original: Any, keep: Any, checkpoint_dir: Path, *args: Any) -> Any:
+    def outdated(original: Any, keep: Any, checkpoint_dir: Path, *args: Any, **options: Any) -> Any:
         from hyper_resume.checkpoint.history import lineage
 
-        doomed = original(keep, checkpoint_dir, *args)
+        doomed = original(keep, checkpoint_dir, *args, **options)
         found = sorted(lineage.list_candidates(checkpoint_dir), key=lambda one: one.order, reverse=True)
         if doomed:
             put.fired()
@@ -38,8 +38,8 @@ def _retention_deletes_the_newest(put: Saboteur) -> None:
 
 
 def _with_retention(put: Saboteur, **changes: Any) -> None:
-    def outdated(original: Any, keep: Any, *args: Any) -> Any:
-        return original(dataclasses.replace(keep, **changes), *args)
+    def outdated(original: Any, keep: Any, *args: Any, **options: Any) -> Any:
+        return original(dataclasses.replace(keep, **changes), *args, **options)
 
     put.replace(f"{_RETENTION}:find_outdated", outdated)
 
@@ -69,8 +69,8 @@ def _metric_left_out(put: Saboteur) -> None:
 
 @sabotage("retention-deletes-the-restored")
 def _retention_deletes_the_restored(put: Saboteur) -> None:
-    def outdated(original: Any, keep: Any, checkpoint_dir: Path, protected: Any) -> Any:
-        return original(keep, checkpoint_dir, protected[:1])
+    def outdated(original: Any, keep: Any, checkpoint_dir: Path, protected: Any, **options: Any) -> Any:
+        return original(keep, checkpoint_dir, protected[:1], **options)
 
     put.replace(f"{_RETENTION}:find_outdated", outdated)
 
@@ -79,11 +79,39 @@ def _retention_deletes_the_restored(put: Saboteur) -> None:
 def _retention_reaches_other_roots(put: Saboteur) -> None:
     """The root that a run was restored from is cleared too."""
 
-    def clear(original: Any, keep: Any, checkpoint_dir: Path, protected: Any) -> None:
-        for root in {checkpoint_dir, *(path.parent for path in protected)}:
-            original(keep, root, protected[:1])
+    def clear(original: Any, keep: Any, save: Any, protected: Any) -> None:
+        from hyper_resume.checkpoint.history import retention
+
+        original(keep, save, protected)
+        for root in {path.parent for path in protected} - {save.target.parent}:
+            retention.prune(root, retention.find_outdated(keep, root))
 
     put.replace(f"{_SAVING}:_clear_outdated", clear)
+
+
+@sabotage("retention-deletes-other-runs")
+def _retention_deletes_other_runs(put: Saboteur) -> None:
+    """All saves in the root are counted and deleted as if they were this run's."""
+
+    def outdated(original: Any, *args: Any, of_run: Any = None) -> Any:
+        return original(*args)
+
+    put.replace(f"{_RETENTION}:find_outdated", outdated)
+
+
+@sabotage("other-run-not-noticed")
+def _other_run_not_noticed(put: Saboteur) -> None:
+    put.replace("hyper_resume.checkpoint.history.other_runs:notice", lambda original, *args: None)
+
+
+@sabotage("unranked-is-worst")
+def _unranked_is_worst(put: Saboteur) -> None:
+    """A save without the metric counts as the worst of all."""
+
+    def not_outranked(original: Any, keep: Any, complete: Any) -> Any:
+        return [one for one in original(keep, complete) if keep.best_metric in one.manifest.metrics]
+
+    put.replace(f"{_RETENTION}:_not_outranked", not_outranked)
 
 
 @sabotage("retention-deletes-what-is-not-ours")

@@ -81,7 +81,7 @@ def _manifest_of_any_content(put: Saboteur) -> None:
 
     for module in (_VERIFYING, _LINEAGE, _LAYOUT):
         put.replace(f"{module}:read_manifest", read_manifest, fires=False)
-    put.replace(f"{_LINEAGE}:_manifest_is_of_metadata", lambda original, one: True, fires=False)
+    put.replace(f"{_LINEAGE}:_without_foreign_manifest", lambda original, one: one, fires=False)
     put.replace(f"{_VERIFYING}:check_metadata", lambda original, directory, manifest: None, fires=False)
 
 
@@ -258,6 +258,22 @@ def _lineage_ignored(put: Saboteur) -> None:
 def _going_back_not_noted(put: Saboteur) -> None:
     """The pointer stays in the abandoned future until the branch's first save."""
     put.replace(f"{_ROOT}.begin", lambda original, *args: None)
+
+
+@sabotage("going-back-without-its-mark")
+def _going_back_without_its_mark(put: Saboteur) -> None:
+    """The pointer moves back, and the newest save that continues what it names is the one that was left behind."""
+    put.replace(f"{_LINEAGE}:go_back", lambda original, *args: None)
+
+
+@sabotage("committed-save-passed-over")
+def _committed_save_passed_over(put: Saboteur) -> None:
+    """The pointer alone decides, also when a newer save continues the one that it names."""
+
+    def find_start(original: Any, *args: Any) -> Any:
+        return dataclasses.replace(original(*args), newer=())
+
+    put.replace(f"{_LINEAGE}:_find_start", find_start)
 
 
 # ---- the certificate -----------------------------------------------------------------------------------------------

@@ -40,7 +40,12 @@ from hyper_resume.checkpoint.saving.root import WritableRoot
 from hyper_resume.checkpoint.saving.shard_writer import ShardWriter
 from hyper_resume.checkpoint.saving.staging import Stager
 from hyper_resume.checkpoint.tensors.copying import gc_paused
-from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError
+from hyper_resume.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    CheckpointUnreadableError,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -84,6 +89,7 @@ class DistributedCheckpointer(CheckpointerBase):
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hyper_resume-save")
         self._root = WritableRoot(retention or Retention())
         self._verified = LastVerified(verify)
+        self._latest_found: str | None = None
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
@@ -95,11 +101,17 @@ class DistributedCheckpointer(CheckpointerBase):
     def begin_run(self, checkpoint_dir: str, *, restored_from: str | None) -> None:
         """Lock the root, delete the leftovers of interrupted saves, and let LATEST mean the save that this run continues.
 
+        If the run continues another save than :meth:`find_latest_checkpoint` has returned, it goes back: the saves that
+        continue that one are left behind, and a mark in the root says so.
+
         Raises:
             CheckpointLockedError: another run saves there; raised on every rank.
         """
         source = None if restored_from is None else Path(restored_from)
-        collective.on_rank_zero(lambda: self._root.begin(Path(checkpoint_dir), source), self._group())
+        is_latest = restored_from is not None and restored_from == self._latest_found
+        collective.on_rank_zero(
+            lambda: self._root.begin(Path(checkpoint_dir), source, is_latest=is_latest), self._group()
+        )
 
     @gc_paused()
     def save(
@@ -295,6 +307,7 @@ class DistributedCheckpointer(CheckpointerBase):
         Raises:
             CheckpointNotFoundError: no such checkpoint, or it lacks the training state or a requested part of it.
             CheckpointMismatchError: damaged; missing model key; another shape or dtype; parts of different steps or saves.
+            CheckpointUnreadableError: it can't be read now, although it was tried again.
         """
         self.maybe_wait_for_async_save()
         directory, group = Path(path), self._group()
@@ -366,27 +379,32 @@ class DistributedCheckpointer(CheckpointerBase):
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
         """Return the newest step directory of this root's lineage that verifies; rank 0 decides for all ranks.
 
-        A warning names each newer directory that is skipped, and the reason.
+        A warning names each newer directory that is skipped, and the reason. Only what is proved to be damaged is skipped.
 
         Returns:
             None if nothing was ever published: no pointer and no complete step directory.
 
         Raises:
             CheckpointNotFoundError: something was published, but no step directory verifies; or ``checkpoint_dir`` is a file.
+            CheckpointUnreadableError: the newest one that is not known to be damaged can't be read now.
             CheckpointSaveError: the background save, for which this waits, failed.
         """
         self.maybe_wait_for_async_save()
         root, group = Path(checkpoint_dir), self._group()
         order = collective.on_rank_zero(lambda: lineage.resume_order(root), group)
         complaints: list[str] = []
+        self._latest_found = None
         for directory in order.directories:
+            if directory in order.unreadable:
+                raise CheckpointUnreadableError(order.unreadable[directory])
             try:
                 self._verified.verify(directory, group, training_state=True)
             except (CheckpointMismatchError, CheckpointNotFoundError) as error:
                 complaints.append(f"{directory.name}: {error}")
                 logger.warning("skipping %s: %s", directory, error)
                 continue
-            return str(directory)
+            self._latest_found = str(directory)
+            return self._latest_found
         collective.on_rank_zero(lambda: lineage.refuse_if_published(root, order, complaints), group)
         return None
 

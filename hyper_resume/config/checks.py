@@ -62,6 +62,12 @@ CHECKS: tuple[Check, ...] = (
         holds=lambda names: all(name in _CATCHABLE for name in names),
         expected="names of signals that a process can catch, such as SIGTERM or SIGUSR1",
     ),
+    Check(
+        fields=("checkpoint.initial_restore_from", "checkpoint.restore_from"),
+        holds=lambda initial, source: initial is None or (str(source).lower() == "latest" != initial.lower()),
+        expected="initial_restore_from (a step directory) only beside restore_from: LATEST",
+        do="set checkpoint.restore_from to LATEST; a start from that step directory at each start is restore_from itself",
+    ),
     *_above_zero("accelerator.timeout_seconds", "optimizer.eps", "training.max_grad_norm"),
     Check(fields=("data.token_noise",), holds=lambda share: 0 <= share < 1, expected="at least 0 and below 1"),
     Check(

@@ -35,8 +35,9 @@ class CheckpointingConfig(CheckedBlock):
     Fields may be given by position, in this order, and changed afterwards; each change is checked as at construction. A run
     reads ``manager`` and what its storage backend takes once, when the callback is made; the other fields count at their use.
 
-    ``save_ckpt`` governs writing only, ``restore_from`` reading only. A step directory that none of ``keep_last``,
-    ``keep_every`` and ``keep_best`` keeps is deleted once a newer one is durable; with none of the three set, all are kept.
+    ``save_ckpt`` governs writing only, ``restore_from`` reading only. A step directory of this run, or of what it continues,
+    that none of ``keep_last``, ``keep_every`` and ``keep_best`` keeps is deleted once a newer one is durable; with none of the
+    three set, all are kept. Checkpoints of other runs in the same directory are never deleted for these rules.
     """
 
     # The specification's fields (5.1), in its order.
@@ -86,7 +87,7 @@ class CheckpointingConfig(CheckedBlock):
     keep_every: int | None = None
     """Keep the step directories whose step N divides; null does not use this rule."""
     keep_best: int = 0
-    """Keep the N best step directories by keep_best_metric; 0 does not use this rule."""
+    """Keep the N best step directories by keep_best_metric, and those without it; 0 does not use this rule."""
     keep_best_metric: str = "loss"
     """The number in the trainer's state (or its metrics) by which keep_best ranks."""
     keep_best_mode: Literal["min", "max"] = "min"
@@ -99,6 +100,10 @@ class CheckpointingConfig(CheckedBlock):
     """Names of differences from the saved run that are wanted, such as optimizer.lr; this run's values are used."""
     preemption_signals: tuple[str, ...] = ("SIGTERM",)
     """On one of these signals all ranks save after the running step and exit with code 75; [] turns it off."""
+    on_other_run: Literal["warn", "error"] = "warn"
+    """What a start anew in a checkpoint_dir with another run's checkpoints meets: a warning, or a refusal."""
+    initial_restore_from: str | None = None
+    """A step directory of another run, from which to start while restore_from LATEST finds none; null uses none."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field; once all are set, refuse a value that the construction would refuse.

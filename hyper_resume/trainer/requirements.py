@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 
 from hyper_resume.config.schema import CheckpointingConfig
 from hyper_resume.errors import ConfigError, describe
+
+logger = logging.getLogger(__name__)
 
 _OF_A_STATE = ("global_step", "epoch")
 _OF_A_TRAINER = (
@@ -126,4 +130,6 @@ def metrics_of(state: Any, name: str) -> dict[str, float]:
                 do="set it before the save (your own callbacks run before the checkpointer), or set another metric",
             )
         )
+    if not math.isfinite(value):
+        logger.warning("%s is %s at this save: it can't be ranked, so keep_best does not delete it", name, value)
     return {name: float(value)}

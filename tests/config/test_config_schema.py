@@ -47,6 +47,8 @@ ADDED = {
     "not_saved": (),
     "override_on_restore": (),
     "preemption_signals": ("SIGTERM",),
+    "on_other_run": "warn",
+    "initial_restore_from": None,
 }
 
 

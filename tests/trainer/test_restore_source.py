@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError
 from hyper_resume.trainer.callbacks import CheckpointerCallback
 from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
 from tests.trainer.tiny_training import disk_listing, live_state
@@ -139,3 +139,60 @@ def test_a_checkpoint_without_optimizer_state_warns_and_starts_the_optimizer_fre
     assert "holds no optimizer state: the optimizer starts fresh" in caplog.text
     assert len(trainer.optimizer.state) == 0
     assert trainer.state.global_step == 2
+
+
+# ---- from another run's checkpoint, or from one's own if there is one
+
+
+def test_a_run_starts_from_another_runs_checkpoint_and_later_from_its_own(
+    five_steps: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same configuration at each start."""
+    initial, own = five_steps / "global_step_5", tmp_path / "own"
+    options = {"restore_from": "LATEST", "initial_restore_from": str(initial), "save_steps": 1, "save_epochs": 0}
+    reference = make_custom_trainer(tmp_path / "reference", restore_from=str(initial))
+    train_custom_trainer(reference, until_step=8)
+
+    with caplog.at_level(logging.INFO):
+        train_custom_trainer(make_custom_trainer(own, **options), until_step=7)
+    assert f"no checkpoint found under {own}: starting from {initial}" in caplog.messages
+    assert sorted(path.name for path in own.glob("global_step_*")) == ["global_step_6", "global_step_7"]
+
+    caplog.clear()
+    again = make_custom_trainer(own, **options)
+    with caplog.at_level(logging.INFO):
+        train_custom_trainer(again, until_step=8)
+    assert f"Resolved LATEST checkpoint: {own / 'global_step_7'}" in caplog.messages
+    assert live_state(again.model) == live_state(reference.model)
+
+
+def test_the_others_checkpoint_takes_no_damaged_ones_place(five_steps: Path, tmp_path: Path) -> None:
+    options = {"restore_from": "LATEST", "initial_restore_from": str(five_steps / "global_step_5")}
+    train_custom_trainer(make_custom_trainer(tmp_path, **options), until_step=6)
+    (tmp_path / "global_step_6" / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(CheckpointNotFoundError, match="none can be resumed from"):
+        CheckpointerCallback(make_custom_trainer(tmp_path, **options)).on_train_begin()
+
+
+def test_an_initial_path_that_is_no_directory_is_an_error_that_names_the_field(tmp_path: Path) -> None:
+    trainer = make_custom_trainer(
+        tmp_path / "own", restore_from="LATEST", initial_restore_from=str(tmp_path / "absent")
+    )
+    with pytest.raises(CheckpointNotFoundError, match=r"checkpoint\.initial_restore_from is not a directory") as caught:
+        CheckpointerCallback(trainer).on_train_begin()
+    assert "expected: an existing global_step_N directory;" in str(caught.value)
+    assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "initial"), [(None, "a/global_step_1"), ("b/global_step_2", "a/global_step_1"), ("LATEST", "latest")]
+)
+def test_an_initial_path_has_a_meaning_beside_latest_only(tmp_path: Path, source: str | None, initial: str) -> None:
+    with pytest.raises(ConfigError, match="only beside restore_from: LATEST"):
+        make_custom_trainer(tmp_path, restore_from=source, initial_restore_from=initial)
+
+
+def test_a_missing_initial_path_is_no_matter_once_the_run_has_a_checkpoint(five_steps: Path, tmp_path: Path) -> None:
+    trainer = make_custom_trainer(five_steps, restore_from="LATEST", initial_restore_from=str(tmp_path / "gone by now"))
+    CheckpointerCallback(trainer).on_train_begin()
+    assert trainer.state.global_step == 5

@@ -102,6 +102,9 @@ class FailingOperations(FileOperations):
             self.struck = self.struck or f"{operation} {path.name}"
             return self._fault.error
 
+    def pause(self, seconds: float) -> None:
+        """Between two tries of a read, nothing passes here."""
+
     def _try(self, operation: str, path: Path) -> None:
         error = self.meet(operation, path)
         if error:

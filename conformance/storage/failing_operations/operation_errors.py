@@ -1,7 +1,7 @@
 """T3: the N-th file operation fails, for N = 1, 2, ... to the last one; ten errors, once and from then on, on each rank.
 
 Two ranks run one scenario (a first save, the next one with pointer and retention, the same step again, a save in the
-background, a load) on file operations of which one fails. Both ranks must then report the same within the time limit, and:
+background, a load, a resume) on file operations of which one fails. Both ranks must then report the same within the time limit:
 
 - earlier checkpoints are unchanged, byte for byte; only those that retention may delete can be missing, for a newer one;
 - a successful save is complete, and pointer and LATEST name it; a failed one has published nothing, or its error says so;
@@ -9,6 +9,8 @@ background, a load) on file operations of which one fails. Both ranks must then 
 - a file whose sync failed is never synced again, and is never published;
 - names are synced too; a short write or read, which is no error, is continued;
 - on a disk that works again the next save succeeds, and leaves no staged file, no trash and no open file;
+- a load that meets an error which passes loads the newest checkpoint; an error that stays stops the run, and says that nothing
+  is known to be damaged; no load takes an older checkpoint, and the pointer does not move;
 - a failed load has not changed the live state, and succeeds when it is repeated.
 
 One pair of ranks runs many N of a case, because a process must be able to save again after a failed save. A pair that hangs or

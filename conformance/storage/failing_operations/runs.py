@@ -18,6 +18,7 @@ WORLD = 2
 ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "EACCES", "ESTALE", "EMFILE", "EINTR", "short write", "short read")
 ASIDE = ".staging/global_step_{step}.0123456789ab.replaced"
 POINTER = "latest_checkpoint_iteration.txt"
+LOCK = ".writer.lock"
 _LATER = 50
 
 
@@ -27,7 +28,8 @@ class Scenario:
 
     ``saves`` is the (step, variant) to save; None for a load. ``restored`` is the step that the run resumed from.
     ``expendable`` are steps that retention may delete once the new one is durable. ``set_aside`` is a step that a save, which
-    was then killed, had moved aside. ``directory`` is the name of the saved directory, if that is no ``global_step_N``.
+    was then killed, had moved aside. ``directory`` is the name of the saved directory, if that is no ``global_step_N``. With
+    ``resumes``, a run begins after the load.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Scenario:
     expendable: tuple[int, ...] = ()
     set_aside: int | None = None
     directory: str = ""
+    resumes: bool = False
 
     @property
     def target(self) -> str:
@@ -65,6 +68,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="run after a crash", layout="per_rank", before=(10, 20), restored=10, saves=(30, 0), set_aside=20),
     Scenario(name="load", layout="per_rank", before=(10, 20)),
     Scenario(name="load, embedded", layout="embedded", before=(10, 20)),
+    Scenario(name="resume", layout="per_rank", before=(10, 20), resumes=True),
 )
 
 
@@ -243,7 +247,8 @@ class Rank:
         try:
             step = self._restore(root, live, report)
         except Exception as error:  # noqa: BLE001  which it is, is judged
-            report.update(error=type(error).__name__, message=str(error), is_touched=small.live_digest(live) != before)
+            is_touched = report["phase"] != "begin" and small.live_digest(live) != before
+            report.update(error=type(error).__name__, message=str(error), is_touched=is_touched)
         else:
             report.update(found=step)
 
@@ -263,6 +268,9 @@ class Rank:
         step = int(Path(found).name.removeprefix("global_step_"))
         wrong = small.local_difference(live, step) or small.training_state_difference(extra, step, self._rank)
         report["wrong"] = report.get("wrong") or wrong
+        if self._scenario.resumes:
+            report["phase"] = "begin"
+            checkpointer.begin_run(str(root), restored_from=found)
         return step
 
 
@@ -288,7 +296,7 @@ def _unsynced(root: Path, names: Iterable[Path]) -> tuple[str, ...]:
 def _left_behind(root: Path, scenario: Scenario) -> tuple[str, ...]:
     """What a finished save must not leave: staged files, trash, temporary files, open files."""
     found = [str(path.relative_to(root)) for name in (".staging", ".trash") for path in (root / name).glob("*")]
-    known = (".staging", ".trash", ".writer.lock", POINTER, scenario.directory)
+    known = (".staging", ".trash", LOCK, POINTER, "latest_checkpoint_went_back.json", scenario.directory)
     found += [
         path.name for path in root.iterdir() if path.name not in known and not path.name.startswith("global_step_")
     ]
@@ -297,6 +305,6 @@ def _left_behind(root: Path, scenario: Scenario) -> tuple[str, ...]:
             opened = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115  a name for what is open, no path
         except OSError:
             continue
-        if opened.startswith(f"{root}/") and not opened.endswith(".writer.lock"):
+        if opened.startswith(f"{root}/") and not opened.endswith(LOCK):
             found.append(f"open: {opened.removeprefix(str(root))}")
     return tuple(sorted(found))

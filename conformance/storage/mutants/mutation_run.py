@@ -157,6 +157,31 @@ def _going_back(_: str) -> Notices:
                 yield f"LATEST is {Path(found or 'nothing').name}, not global_step_{step}"
 
 
+def _other_runs(_: str) -> Notices:
+    """A run that starts anew in a used root, with keep_last=1, and one that goes back: what they did not save stays."""
+    import torch
+
+    from hyper_resume.checkpoint import DistributedCheckpointer
+    from hyper_resume.checkpoint.history.retention import Retention
+
+    with tempfile.TemporaryDirectory(prefix="mutant-", dir=scratch()) as place:
+        root = Path(place)
+
+        def run(steps: Sequence[int], start: int | None, keep_last: int | None = None) -> None:
+            checkpointer = DistributedCheckpointer(retention=Retention(keep_last=keep_last))
+            checkpointer.begin_run(place, restored_from=None if start is None else f"{place}/global_step_{start}")
+            for step in steps:
+                state = {"model": {"w": torch.full((3,), float(step))}}
+                checkpointer.save(f"{place}/global_step_{step}", state, global_step=step)
+
+        run((10, 20, 30), None)
+        run((1, 2), None, keep_last=1)
+        run((11, 12), 10, keep_last=1)
+        for step in (2, 10, 12, 20, 30):
+            if not (root / f"global_step_{step}").is_dir():
+                yield f"global_step_{step} was deleted"
+
+
 def _other_layout(_: str) -> Notices:
     """Three saves by one checkpointer, the second of them of other entries: each is read by stock DCP as what was saved."""
     import torch
@@ -226,6 +251,7 @@ PROBES: Mapping[str, tuple[Callable[[str], Notices], str]] = {
         for name in ("first_save", "next_save", "resave", "resave_two_renames", "retention", "lineage")
     },
     "lineage/going back": (_going_back, ""),
+    "lineage/other runs": (_other_runs, ""),
     "plans/other layout": (_other_layout, ""),
     "verified/changed since": (_changed_since, ""),
     "hostile/index": (_hostile, "index"),
@@ -247,6 +273,8 @@ PROBES: Mapping[str, tuple[Callable[[str], Notices], str]] = {
             "next save/remove",
             "next save/write",
             "load",
+            "load/open_read",
+            "resume",
         )
     },
 }

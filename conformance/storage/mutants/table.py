@@ -65,9 +65,9 @@ _SYNCS = (
         "_f = operations.current().create(path); _f.write(content); _f.close()", "crash/first_save",
     ),
     _entry(
-        "pointer-sync-dropped", "the pointer's temporary is renamed without a sync", "format.layout:write_pointer",
-        'operations.write_file(temporary, f"{global_step}\\n".encode())',
-        '_f = operations.current().create(temporary); _f.write(f"{global_step}\\n".encode()); _f.close()',
+        "pointer-sync-dropped", "the pointer's temporary is renamed without a sync", "format.layout:replace_file",
+        "operations.write_file(temporary, content)",
+        "_f = operations.current().create(temporary); _f.write(content); _f.close()",
         "crash/next_save", "crash/lineage",
     ),
     _entry(
@@ -79,7 +79,7 @@ _SYNCS = (
         "disk.sync_directory(target.parent)", "pass", "errors/save under another name",
     ),
     _entry(
-        "pointer-name-sync-dropped", "the root is not synced after the pointer's rename", "format.layout:write_pointer",
+        "pointer-name-sync-dropped", "the root is not synced after the pointer's rename", "format.layout:replace_file",
         "    operations.current().sync_directory(checkpoint_dir)\n", "", "crash/lineage", "errors/next save",
     ),
     _entry(
@@ -117,9 +117,9 @@ _ORDER = (
         '    save.report("written")\n', '    save.report("durable")\n', "crash/next_save",
     ),
     _entry(
-        "pointer-in-place", "the pointer is written over instead of replaced", "format.layout:write_pointer",
-        "operations.current().rename(temporary, checkpoint_dir / POINTER_NAME)",
-        '(checkpoint_dir / POINTER_NAME).write_text(f"{global_step}\\n"); operations.current().remove(temporary)',
+        "pointer-in-place", "the pointer is written over instead of replaced", "format.layout:replace_file",
+        "operations.current().rename(temporary, checkpoint_dir / name)",
+        "(checkpoint_dir / name).write_bytes(content); operations.current().remove(temporary)",
         "crash/next_save",
     ),
     _entry(
@@ -170,11 +170,11 @@ _ORDER = (
 
 _CHECKS = (
     _entry(
-        "size-unchecked", "a file of another size passes", "format.manifest:_verify_one",
+        "size-unchecked", "a file of another size passes", "format.manifest:_compare",
         "if status.st_size != entry.size_bytes:", "if False:", "corruption/per_rank",
     ),
     _entry(
-        "digest-unchecked", "a file with another digest passes", "format.manifest:_verify_one",
+        "digest-unchecked", "a file with another digest passes", "format.manifest:_compare",
         'return "" if found == entry.digest else', 'return "" if True else', "corruption/per_rank",
     ),
     _entry(
@@ -223,7 +223,7 @@ _CHECKS = (
         "    if damaged:\n", "    if len(damaged) > 1:\n", "corruption/per_rank",
     ),
     _entry(
-        "read-into-live", "a load reads straight into the live tensors", "loading.reading:load_entries",
+        "read-into-live", "a load reads straight into the live tensors", "loading.reading:_read_entries",
         "entries.tensor(name, live if isinstance(live, torch.Tensor) else None)",
         "(live.detach().copy_ if isinstance(live, torch.Tensor) else (lambda found: found))(entries.tensor(name, live))",
         "errors/load",
@@ -272,7 +272,7 @@ _ERRORS = (
     ),
     _entry(
         "lineage-ignored", "LATEST goes to the highest ordinal, abandoned or not", "history.lineage:_why_not_in_lineage",
-        "    if candidate.manifest is None or candidate is head:\n", "    if True:\n", "lineage/going back",
+        "    if candidate.manifest is None or candidate is start.first:\n", "    if True:\n", "lineage/going back",
     ),
     _entry(
         "layout-not-compared", "a plan is used again whatever is saved", "saving.plan_cache:PlanCache.has_layout",
@@ -285,8 +285,33 @@ _ERRORS = (
     ),
     _entry(
         "going-back-untold", "a run that goes back leaves the pointer at the future that it left",
-        "saving.root:WritableRoot._where_it_begins", "                layout.write_pointer(root, step)\n",
-        "                pass\n", "crash/lineage",
+        "saving.root:WritableRoot._where_it_begins", "            layout.write_pointer(root, step)\n",
+        "            pass\n", "crash/lineage",
+    ),
+    _entry(
+        "going-back-unmarked", "a run that goes back moves the pointer and leaves no mark",
+        "saving.root:WritableRoot._where_it_begins", "            lineage.go_back(root, manifest, self._ordinal - 1)\n",
+        "            pass\n", "crash/lineage",
+    ),
+    _entry(
+        "pointer-decides-alone", "a save that was committed before a kill is passed over, because the pointer is older",
+        "history.lineage:_Start.first", "return max(self.newer, key=lambda one: one.order, default=self.head)",
+        "return self.head", "crash/next_save",
+    ),
+    _entry(
+        "unreadable-passed-over", "LATEST steps back from what it could not read",
+        "dcp:DistributedCheckpointer.find_latest_checkpoint",
+        "                raise CheckpointUnreadableError(order.unreadable[directory])\n", "                continue\n",
+        "errors/load/open_read",
+    ),
+    _entry(
+        "unreadable-is-damaged", "a file that can't be read for once counts as damaged", "disk.reading:again",
+        "        except OSError as error:\n            if not may_pass(error):\n",
+        "        except OSError as error:\n            if True:\n", "errors/load/open_read", "errors/load",
+    ),
+    _entry(
+        "retention-of-all-runs", "retention counts and deletes the saves of all runs", "saving.publication:_clear_outdated",
+        "of_run=of_run", "of_run=None", "lineage/other runs",
     ),
 )
 

@@ -50,7 +50,7 @@ def list_root(path: Path) -> RootListing:
     return RootListing(
         path=str(path),
         steps=tuple(_entry(step, directory) for step, directory in layout.step_directories(path)),
-        latest=str(order.directories[0]) if order.directories else None,
+        latest=str(order.readable[0]) if order.readable else None,
     )
 
 

@@ -28,12 +28,15 @@ from hyper_resume.checkpoint.format.manifest import (
 )
 from hyper_resume.checkpoint.history import lineage
 from hyper_resume.checkpoint.loading.file_verification import check_metadata, step_name_mismatch
-from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointUnreadableError, describe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """The result for one step directory. It is good when there are no complaints; notes are not complaints."""
+    """The result for one step directory. It is good when there are no complaints; notes are not complaints.
+
+    If ``is_readable`` is False, a file can't be read now: the last complaint names it, and what comes after it was not checked.
+    """
 
     path: str
     step: int | None
@@ -43,6 +46,7 @@ class Verification:
     checked: str
     complaints: tuple[str, ...]
     notes: tuple[str, ...]
+    is_readable: bool = True
 
     @property
     def is_good(self) -> bool:
@@ -96,7 +100,7 @@ def verify_path(path: str | Path, *, digests: bool = True) -> RootVerification:
         )
     found = tuple(verify_step_directory(step, digests=digests) for _, step in steps)
     good = {step.path for step in found if step.is_good}
-    latest = next((str(one) for one in lineage.resume_order(directory).directories if str(one) in good), None)
+    latest = next((str(one) for one in lineage.resume_order(directory).readable if str(one) in good), None)
     return RootVerification(path=str(path), steps=found, latest=latest, notes=tuple(_root_notes(directory)))
 
 
@@ -119,7 +123,14 @@ def _root_notes(root: Path) -> Iterator[str]:
         count = len(list(folder.iterdir())) if folder.is_dir() else 0
         if count:
             yield f"{name} holds {count} leftover(s) or saves in progress; the next run that saves here deletes leftovers"
-    known = {layout.STAGING_NAME, layout.TRASH_NAME, layout.POINTER_NAME, LOCK_NAME, "certificates"}
+    known = {
+        layout.STAGING_NAME,
+        layout.TRASH_NAME,
+        layout.POINTER_NAME,
+        layout.WENT_BACK_NAME,
+        LOCK_NAME,
+        "certificates",
+    }
     others = sorted(
         entry.name for entry in root.iterdir() if entry.name not in known and layout.parse_step(entry.name) is None
     )
@@ -134,6 +145,7 @@ def verify_step_directory(directory: Path, *, digests: bool = True) -> Verificat
     complaints: list[str] = []
     notes: list[str] = []
     checked = "nothing"
+    is_readable = True
     try:
         manifest = read_manifest(directory)
         if manifest is None:
@@ -151,6 +163,9 @@ def verify_step_directory(directory: Path, *, digests: bool = True) -> Verificat
                 check_metadata(directory, manifest)
     except CheckpointMismatchError as error:
         complaints.append(str(error))
+    except CheckpointUnreadableError as error:
+        complaints.append(str(error))
+        is_readable = False
     return Verification(
         path=str(directory),
         step=manifest.step if manifest else layout.parse_step(directory.name),
@@ -159,6 +174,7 @@ def verify_step_directory(directory: Path, *, digests: bool = True) -> Verificat
         size_bytes=sum(file.stat().st_size for file in files),
         checked=checked,
         complaints=tuple(complaints),
+        is_readable=is_readable,
         notes=tuple(notes),
     )
 

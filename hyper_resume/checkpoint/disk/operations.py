@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -298,6 +299,10 @@ class FileOperations:
         except BaseException:
             os.close(descriptor)
             raise
+
+    def pause(self, seconds: float) -> None:
+        """Wait before a read is tried again."""
+        time.sleep(seconds)
 
 
 _current: FileOperations = FileOperations()

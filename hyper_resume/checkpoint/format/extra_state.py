@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from hyper_resume import digest
-from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.disk import operations, reading
 from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest
 from hyper_resume.checkpoint.format.mesh import Mesh, mesh_from_plain
 from hyper_resume.checkpoint.parsing import safe_load
 from hyper_resume.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointUnreadableError,
     StateNotPlainError,
     describe,
 )
@@ -202,10 +203,13 @@ def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
     Raises:
         CheckpointNotFoundError: it is missing.
         CheckpointMismatchError: it can't be decoded, has a newer format, or was written by another rank.
+        CheckpointUnreadableError: it can't be read now.
     """
     path = file_path(step_directory, rank)
     try:
-        content = operations.read_bytes(path, _MAX_FILE_BYTES)
+        content = reading.again(lambda: operations.read_bytes(path, _MAX_FILE_BYTES), path)
+    except CheckpointUnreadableError:
+        raise
     except FileNotFoundError:
         raise CheckpointNotFoundError(
             describe(

@@ -13,14 +13,15 @@ import re
 import uuid
 from pathlib import Path
 
-from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.disk import operations, reading
 from hyper_resume.checkpoint.format.lost_entries import find_lost
 from hyper_resume.checkpoint.format.manifest import METADATA_NAME, Manifest, read_manifest, verify_files
-from hyper_resume.errors import CheckpointMismatchError, CheckpointSaveError, describe
+from hyper_resume.errors import CheckpointMismatchError, CheckpointSaveError, CheckpointUnreadableError, describe
 
 logger = logging.getLogger(__name__)
 
 POINTER_NAME = "latest_checkpoint_iteration.txt"
+WENT_BACK_NAME = "latest_checkpoint_went_back.json"
 STAGING_NAME = ".staging"
 TRASH_NAME = ".trash"
 _REPLACED_SUFFIX = ".replaced"
@@ -45,7 +46,11 @@ def parse_step(name: str) -> int | None:
 
 
 def step_directories(checkpoint_dir: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of all ``global_step_N`` directories, and of links to directories, lowest step first."""
+    """Return (step, path) of all ``global_step_N`` directories, and of links to directories, lowest step first.
+
+    Raises:
+        OSError: the root can't be listed.
+    """
     if not checkpoint_dir.is_dir():
         return []
     found = ((parse_step(entry.name), entry) for entry in checkpoint_dir.iterdir())
@@ -77,7 +82,14 @@ def why_incomplete(directory: Path) -> str:
 
     With a manifest, it is complete if every listed file exists with its size. Without one (written by another tool), it is
     complete if ``.metadata``, which is written last, exists and is not empty (a power cut can leave it with 0 bytes).
+
+    Raises:
+        CheckpointUnreadableError: it can't be read now, so it is not known.
     """
+    return reading.again(lambda: _why_incomplete(directory), directory)
+
+
+def _why_incomplete(directory: Path) -> str:
     if not directory.is_dir():
         return "does not exist"
     try:
@@ -98,10 +110,16 @@ def why_incomplete_by_manifest(directory: Path, manifest: Manifest | None) -> st
 
 
 def read_pointer(checkpoint_dir: Path) -> tuple[int | None, str]:
-    """Return the step that the pointer names, and what is wrong with the pointer ("" if nothing is, or if there is none)."""
+    """Return the step that the pointer names, and what is wrong with the pointer ("" if nothing is, or if there is none).
+
+    Raises:
+        CheckpointUnreadableError: it can't be read now.
+    """
     pointer = checkpoint_dir / POINTER_NAME
     try:
-        content = operations.read_bytes(pointer, _MAX_POINTER_BYTES).strip()
+        content = reading.again(lambda: operations.read_bytes(pointer, _MAX_POINTER_BYTES), pointer).strip()
+    except CheckpointUnreadableError:
+        raise
     except FileNotFoundError:
         return None, ""
     except OSError as error:
@@ -137,8 +155,8 @@ def clear_leftovers(checkpoint_dir: Path) -> None:
         if not leftover.name.endswith(_REPLACED_SUFFIX) or target.exists():
             logger.warning("removing %s, left by a save that did not finish", leftover)
             remove(leftover)
-        elif reason := why_incomplete(leftover):
-            # The only copy of its step. Not deleted, because a read that failed now may succeed later.
+        elif reason := _why_kept_aside(leftover):
+            # The only copy of its step, so it is not deleted, whatever is wrong with it.
             logger.warning("keeping %s, which can't be moved back because it %s", leftover, reason)
         else:
             logger.warning("moving %s back: the save that was to replace it did not finish", target)
@@ -146,6 +164,13 @@ def clear_leftovers(checkpoint_dir: Path) -> None:
             operations.current().sync_directory(checkpoint_dir)
     for leftover in _entries(checkpoint_dir / TRASH_NAME):
         remove(leftover)
+
+
+def _why_kept_aside(leftover: Path) -> str:
+    try:
+        return why_incomplete(leftover)
+    except CheckpointUnreadableError as error:
+        return f"can't be read now: {error}"
 
 
 def _entries(directory: Path) -> list[Path]:
@@ -158,9 +183,13 @@ def _entries(directory: Path) -> list[Path]:
 
 def discard_staging(staging: Path) -> None:
     """Delete the staging directory of a failed save. If the failed commit left the earlier copy in it, it is kept."""
-    found = manifest_or_none(staging)
-    if found is None or found.attempt == staging.name:
-        remove(staging)
+    try:
+        found = manifest_or_none(staging)
+    except CheckpointUnreadableError:
+        logger.warning("%s is left to the next run: it can't be read now", staging)
+    else:
+        if found is None or found.attempt == staging.name:
+            remove(staging)
     _in_progress.discard(staging.absolute())
 
 
@@ -237,17 +266,22 @@ def _undo_commit(staging: Path, target: Path, replaced: Path | None) -> None:
 
 
 def write_pointer(checkpoint_dir: Path, global_step: int) -> None:
-    """Replace the pointer atomically: write a temporary file, sync it, rename it over the old one, sync the directory.
+    """Replace the pointer, atomically and durably (:func:`replace_file`)."""
+    replace_file(checkpoint_dir, POINTER_NAME, f"{global_step}\n".encode())
+
+
+def replace_file(checkpoint_dir: Path, name: str, content: bytes) -> None:
+    """Replace a small file of the root atomically: write a temporary file, sync it, rename it over the old one, sync the root.
 
     The temporary file is below ``.staging``, where the next run deletes it if this process is killed.
     """
     staging = checkpoint_dir / STAGING_NAME
     operations.make_directories(staging)
-    temporary = staging / f"{POINTER_NAME}.{uuid.uuid4().hex[:12]}"
+    temporary = staging / f"{name}.{uuid.uuid4().hex[:12]}"
     _in_progress.add(temporary.absolute())
     try:
-        operations.write_file(temporary, f"{global_step}\n".encode())
-        operations.current().rename(temporary, checkpoint_dir / POINTER_NAME)
+        operations.write_file(temporary, content)
+        operations.current().rename(temporary, checkpoint_dir / name)
     except BaseException:
         remove(temporary)
         raise
@@ -257,7 +291,11 @@ def write_pointer(checkpoint_dir: Path, global_step: int) -> None:
 
 
 def manifest_or_none(directory: Path) -> Manifest | None:
-    """Return the manifest; None if there is none, or if it can't be read or trusted."""
+    """Return the manifest; None if there is none, or if it can't be trusted.
+
+    Raises:
+        CheckpointUnreadableError: it can't be read now.
+    """
     try:
         return read_manifest(directory)
     except CheckpointMismatchError:

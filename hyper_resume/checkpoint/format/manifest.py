@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from hyper_resume import digest
-from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.disk import operations, reading
 from hyper_resume.checkpoint.format import segments
 from hyper_resume.checkpoint.format.mesh import Mesh, mesh_from_plain
 from hyper_resume.checkpoint.parsing.strict_json import JsonFormatError, JsonObject, parse_json
 from hyper_resume.checkpoint.tensors.threads import map_in_threads
-from hyper_resume.errors import CheckpointMismatchError, describe
+from hyper_resume.errors import CheckpointMismatchError, CheckpointUnreadableError, describe
 
 MANIFEST_NAME = "manifest.json"
 METADATA_NAME = ".metadata"
@@ -230,13 +230,16 @@ def read_manifest(directory: Path) -> Manifest | None:
     """Read a step directory's manifest; None if it has none.
 
     Raises:
-        CheckpointMismatchError: it can't be read or trusted.
+        CheckpointMismatchError: it is no file of a save, or can't be trusted.
+        CheckpointUnreadableError: it can't be read now.
     """
     path = directory / MANIFEST_NAME
     try:
-        content = operations.read_bytes(path, _MAX_BYTES)
+        content = reading.again(lambda: operations.read_bytes(path, _MAX_BYTES), path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except CheckpointUnreadableError:
+        raise
     except OSError as error:
         raise CheckpointMismatchError(
             describe(
@@ -268,6 +271,9 @@ def verify_files(
 
     Returns:
         one complaint for each file that differs, with the file's name; an empty list if none does.
+
+    Raises:
+        CheckpointUnreadableError: a file can't be read now, so nothing is known of it and of those after it.
     """
     return [
         f"{name}: {complaint}"
@@ -284,28 +290,43 @@ def _verify_one(
     *,
     digests: bool,
 ) -> str:
-    path = directory / name
     try:
-        if path.parent != directory and path.parent.is_symlink():
-            return "its directory is a link"
-        status = os.lstat(path)
-        if not stat.S_ISREG(status.st_mode):
-            return "it is not a regular file"
-        if status.st_size != entry.size_bytes:
-            return f"expected {entry.size_bytes} bytes, found {status.st_size}"
-        if not digests:
-            return ""
-        if digest.is_table_digest(entry.digest):
-            with operations.current().open_read(path) as file:
-                complaint, verified = segments.verify(file, entry.digest)
-            if verified is not None and verified_files is not None:
-                verified_files[name] = verified
-            return complaint
-        found = digest_file(path, like=entry.digest)
+        return reading.again(
+            lambda: _compare(directory, name, entry, verified_files, digests=digests), directory / name
+        )
+    except CheckpointUnreadableError:
+        raise
     except FileNotFoundError:
         return MISSING
     except OSError as error:
         return f"it can't be read ({errno.errorcode.get(error.errno or 0, 'OSError')}: {error.strerror})"
+
+
+def _compare(
+    directory: Path,
+    name: str,
+    entry: FileEntry,
+    verified_files: dict[str, segments.VerifiedFile] | None,
+    *,
+    digests: bool,
+) -> str:
+    path = directory / name
+    if path.parent != directory and path.parent.is_symlink():
+        return "its directory is a link"
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        return "it is not a regular file"
+    if status.st_size != entry.size_bytes:
+        return f"expected {entry.size_bytes} bytes, found {status.st_size}"
+    if not digests:
+        return ""
+    if digest.is_table_digest(entry.digest):
+        with operations.current().open_read(path) as file:
+            complaint, verified = segments.verify(file, entry.digest)
+        if verified is not None and verified_files is not None:
+            verified_files[name] = verified
+        return complaint
+    found = digest_file(path, like=entry.digest)
     return "" if found == entry.digest else f"expected digest {entry.digest}, found {found}"
 
 

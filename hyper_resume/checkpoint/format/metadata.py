@@ -6,12 +6,12 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.disk import operations, reading
 from hyper_resume.checkpoint.format import index, layout
 from hyper_resume.checkpoint.format.index import INDEX_NAME
 from hyper_resume.checkpoint.format.manifest import METADATA_NAME, Manifest
 from hyper_resume.checkpoint.parsing import safe_load
-from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointUnreadableError, describe
 
 
 def read_metadata(directory: Path, manifest: Manifest | None = None) -> Metadata:
@@ -22,6 +22,7 @@ def read_metadata(directory: Path, manifest: Manifest | None = None) -> Metadata
     Raises:
         CheckpointNotFoundError: the directory is missing or incomplete.
         CheckpointMismatchError: the metadata can't be decoded.
+        CheckpointUnreadableError: it can't be read now.
     """
     if manifest is None:
         require_complete(directory)
@@ -55,7 +56,9 @@ def require_complete(directory: Path) -> None:
 
 def _content(path: Path) -> bytes:
     try:
-        return operations.read_bytes(path, safe_load.MAX_METADATA_BYTES)
+        return reading.again(lambda: operations.read_bytes(path, safe_load.MAX_METADATA_BYTES), path)
+    except CheckpointUnreadableError:
+        raise
     except OSError as error:
         raise CheckpointMismatchError(
             describe(

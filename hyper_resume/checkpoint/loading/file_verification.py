@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hyper_resume import collective
-from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.disk import operations, reading
 from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.format.lost_entries import refuse_lost
 from hyper_resume.checkpoint.format.manifest import (
@@ -63,6 +63,7 @@ def verify(
     Raises:
         CheckpointNotFoundError: files are missing, or the training state was taken out; names them, on every rank.
         CheckpointMismatchError: files are not as they were written, or a model key was taken out; names them, on every rank.
+        CheckpointUnreadableError: a file can't be read now, so nothing is known of it; on every rank.
     """
     manifest = collective.on_rank_zero(lambda: _read_manifest(directory), group)
     if manifest is None:
@@ -109,7 +110,8 @@ def check_metadata(directory: Path, manifest: Manifest | None) -> Metadata:
 
     Raises:
         CheckpointNotFoundError: the directory has neither a manifest nor metadata.
-        CheckpointMismatchError: the metadata can't be read or names missing files; or the manifest was lost.
+        CheckpointMismatchError: the metadata can't be decoded or names missing files; or the manifest was lost.
+        CheckpointUnreadableError: the metadata, or a file that it names, can't be read now.
     """
     metadata = read_metadata(directory, manifest)
     if manifest is None:
@@ -126,7 +128,7 @@ def check_metadata(directory: Path, manifest: Manifest | None) -> Metadata:
                 do="resume from another checkpoint",
             )
         )
-    safe_load.check_file_sizes(directory, metadata)
+    reading.again(lambda: safe_load.check_file_sizes(directory, metadata), directory)
     return metadata
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hyper_resume import collective
+from hyper_resume.checkpoint.disk import reading as disk_reading
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.layout import STAGING_NAME
 from hyper_resume.checkpoint.format.manifest import Manifest
@@ -47,19 +48,11 @@ def load_entries(
         the values. Tensors are on the CPU and may be views of the mapped file; do not write to them.
 
     Raises:
-        CheckpointMismatchError: an entry could not be read.
+        CheckpointMismatchError: an entry is not what a save writes.
+        CheckpointUnreadableError: the files can't be read now.
     """
-    described = metadata.state_dict_metadata
     try:
-        with EntryReader(directory, metadata, verified_files) as entries:
-            entries.preload(wanted)
-            values = {
-                name: entries.tensor(name, live if isinstance(live, torch.Tensor) else None)
-                if isinstance(described[name], TensorStorageMetadata)
-                else entries.value(name)
-                for name, live in wanted.items()
-            }
-            return ReadResult(values, entries.data_digests)
+        return disk_reading.again(lambda: _read_entries(wanted, directory, metadata, verified_files), directory)
     except HyperResumeError:
         raise
     except Exception as error:
@@ -71,6 +64,21 @@ def load_entries(
                 do="verify the files, or resume from another checkpoint",
             )
         ) from error
+
+
+def _read_entries(
+    wanted: Mapping[str, Any], directory: Path, metadata: Metadata, verified_files: Mapping[str, VerifiedFile]
+) -> ReadResult:
+    described = metadata.state_dict_metadata
+    with EntryReader(directory, metadata, verified_files) as entries:
+        entries.preload(wanted)
+        values = {
+            name: entries.tensor(name, live if isinstance(live, torch.Tensor) else None)
+            if isinstance(described[name], TensorStorageMetadata)
+            else entries.value(name)
+            for name, live in wanted.items()
+        }
+        return ReadResult(values, entries.data_digests)
 
 
 def describe_entries(metadata: Metadata) -> dict[str, torch.Tensor | None]:

@@ -21,7 +21,7 @@ from hyper_resume.checkpoint.parsing.metadata_pickle import MetadataPickle
 from hyper_resume.checkpoint.parsing.metadata_structure import check_structure, path_complaint
 from hyper_resume.checkpoint.parsing.pickle_subset import PickleRefused, shorten
 from hyper_resume.checkpoint.parsing.plain_pickle import PlainPickle
-from hyper_resume.errors import CheckpointMismatchError, describe
+from hyper_resume.errors import CheckpointMismatchError, describe, may_pass
 
 MAX_METADATA_BYTES = 256 << 20
 """Largest pickle that is read, in bytes; enough for about 3 million chunks."""
@@ -69,6 +69,7 @@ def check_contained(directory: Path, name: str) -> Path:
 
     Raises:
         CheckpointMismatchError: it is outside the directory, missing, a link, or not a regular file.
+        OSError: the system can't say so now.
     """
     complaint = path_complaint(name)
     if complaint:
@@ -79,6 +80,8 @@ def check_contained(directory: Path, name: str) -> Path:
         try:
             mode = path.lstat().st_mode
         except OSError as error:
+            if may_pass(error):
+                raise
             raise _not_whole(path, "a file", _reason_of_missing(error)) from error
         is_last = depth == len(parts)
         if stat.S_ISLNK(mode):
@@ -93,6 +96,7 @@ def check_file_sizes(directory: Path, metadata: Metadata) -> None:
 
     Raises:
         CheckpointMismatchError: names the first file that is missing, too short, or not a file of the checkpoint.
+        OSError: the system can't say so now.
     """
     needed: dict[str, int] = {}
     for place in (metadata.storage_data or {}).values():
@@ -121,6 +125,8 @@ def load_plain(content: bytes | bytearray | memoryview | BinaryIO, where: str) -
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
+        if may_pass(error):
+            raise
         raise CheckpointMismatchError(
             describe(
                 "a part of the checkpoint can't be read",

@@ -162,7 +162,7 @@ def delete_outdated(
     def on_rank_zero() -> None:
         if replaced is not None:
             layout.remove(replaced)
-        _clear_outdated(keep, save.target.parent, (save.target, *protected))
+        _clear_outdated(keep, save, (save.target, *protected))
 
     collective.on_rank_zero(on_rank_zero, group)
 
@@ -184,10 +184,16 @@ def _move_pointer(target: Path, global_step: int) -> None:
         ) from error
 
 
-def _clear_outdated(keep: Retention, checkpoint_dir: Path, protected: tuple[Path, ...]) -> None:
-    """Delete outdated saves. An error costs disk space only: it is logged, and the next save tries again."""
+def _clear_outdated(keep: Retention, save: SaveInProgress, protected: tuple[Path, ...]) -> None:
+    """Delete outdated saves of this run and of what it continues, never those of other runs in the same root.
+
+    An error costs disk space only: it is logged, and the next save tries again.
+    """
+    checkpoint_dir = save.target.parent
+    of_run = (*save.ancestors, (save.global_step, save.save_id))
     try:
-        for gone in retention.prune(checkpoint_dir, retention.find_outdated(keep, checkpoint_dir, protected)):
+        outdated = retention.find_outdated(keep, checkpoint_dir, protected, of_run=of_run)
+        for gone in retention.prune(checkpoint_dir, outdated):
             logger.info("Deleted outdated checkpoint: %s", gone)
     except OSError as error:
         logger.warning("outdated checkpoints under %s could not be deleted: %s", checkpoint_dir, error)

@@ -33,6 +33,7 @@ class WritableRoot:
         self._ordinal = 0
         self._ancestors: Ancestors = ()
         self._source: Path | None = None
+        self._is_latest = False
         # (root, restored from), set by begin. Without it, a save continues the save that the pointer names.
         self._begun: tuple[Path, Path | None] | None = None
 
@@ -41,12 +42,19 @@ class WritableRoot:
         """Step directories that retention must not delete: the one from which the run was restored."""
         return () if self._source is None else (self._source,)
 
-    def begin(self, root: Path, source: Path | None) -> None:
+    def begin(self, root: Path, source: Path | None, *, is_latest: bool = False) -> None:
         """Begin a run that continues ``source`` (None: from scratch). Locks the root if it exists.
+
+        Args:
+            root: where the run will save.
+            source: the step directory that the run was restored from.
+            is_latest: LATEST has led there. Otherwise somebody has named it, and saves that continue it are left behind.
 
         Raises:
             CheckpointLockedError: another process saves there.
+            CheckpointUnreadableError: what decides the order of saves can't be read now.
         """
+        self._is_latest = is_latest
         # A source below .staging is moved back to its final path when leftovers are cleared.
         self._begun = (root.absolute(), None if source is None else layout.final_path_of(source))
         self._root = None
@@ -64,16 +72,21 @@ class WritableRoot:
         if self._begun is None or self._begun[0] != root.absolute():
             return lineage.current_lineage(root)
         source = self._source = self._begun[1]
-        if source is None:
+        if source is None or not lineage.is_step_of(source, root):
+            self._begun = None
             return ()
+        manifest = layout.manifest_or_none(source)
+        # The run may go back to an earlier step. Until its first save, LATEST must not mean a later save that it abandoned.
+        # The mark comes first: with the pointer alone, this looks like a run that was killed before its pointer moved.
+        if manifest is not None and not self._is_latest:
+            lineage.go_back(root, manifest, self._ordinal - 1)
         step = layout.parse_step(source.name)
-        if step is not None and source.resolve().parent == root.resolve():
-            # The run goes back to an earlier step. Until its first save, LATEST must not mean a later save that it abandoned.
-            if layout.read_pointer(root)[0] != step:
-                layout.write_pointer(root, step)
-            manifest = layout.manifest_or_none(source)
-            return () if manifest is None else lineage.ancestors_of_next_save(manifest)
-        return ()
+        assert step is not None  # is_step_of
+        if layout.read_pointer(root)[0] != step:
+            layout.write_pointer(root, step)
+        # Only once: a run that comes back to this root, after a save to another one, continues its own saves.
+        self._begun = None
+        return () if manifest is None else lineage.ancestors_of_next_save(manifest)
 
     def new_save(self, target: Path, global_step: int) -> SaveInProgress:
         """Create a staging directory for a save to ``target``, and return the save with its ancestors.

@@ -19,7 +19,7 @@ from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_chec
 from hyper_resume.checkpoint.format.extra_state import MESH, PAYLOAD_KEY, RUN, UNCOVERED
 from hyper_resume.checkpoint.pointed import with_pointer
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
-from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, describe
+from hyper_resume.errors import CheckpointSaveError
 from hyper_resume.parallel.replicas import check_replicas
 from hyper_resume.state.certificate import Certificate
 from hyper_resume.state.optimizer import flatten_optimizers
@@ -41,6 +41,7 @@ from hyper_resume.trainer.payload import (
 from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.requirements import as_config, copy_counters, metrics_of, require_attributes, require_counters
 from hyper_resume.trainer.restore import refusal, restore
+from hyper_resume.trainer.restore_source import find_restore_path, notice_other_runs
 from hyper_resume.trainer.restored_streams import OpenCertificate
 from hyper_resume.trainer.run.fingerprint import RunFingerprint
 from hyper_resume.trainer.run.mesh import find_run_mesh
@@ -51,7 +52,6 @@ from hyper_resume.trainer.uncovered import UncoveredState
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest"
 _NEVER_SAVED = -1
 _ALWAYS_LOGGED = ("checkpoint_dir", "save_steps", "save_epochs", "restore_from")
 
@@ -121,13 +121,13 @@ class CheckpointerCallback(Callback):
         # Before the restore: what a new run is made of is compared with what was saved.
         self._fingerprint = collective.on_all_ranks(lambda: RunFingerprint(self.trainer, self.config))
         path = self._resolve_restore_path()
+        # A restore of the weights alone continues no run: this one starts from scratch, from those weights.
+        continued = path if self.config.restore_train_state else None
+        notice_other_runs(self.config, continued)
         certificate = None if path is None else self._load_checkpoint(path)
         if self.config.save_ckpt:
             self._try_save()
-            # A restore of the weights alone continues no run: this one starts from scratch, from those weights.
-            self._storage.begin_run(
-                self.config.checkpoint_dir, restored_from=path if self.config.restore_train_state else None
-            )
+            self._storage.begin_run(self.config.checkpoint_dir, restored_from=continued)
             collective.on_all_ranks(self._uncovered.begin)
             self._schedule_order.begin()
         if certificate is not None:
@@ -338,40 +338,7 @@ class CheckpointerCallback(Callback):
         store_certificate(certificate, [*directories, *([self._records] if self._records else [])])
 
     def _resolve_restore_path(self) -> str | None:
-        """Return the directory to restore from, the same on all ranks: rank 0 reads the disk.
-
-        ``LATEST`` without any checkpoint starts from scratch, whatever ``on_mismatch`` is: the command that resumes a job is
-        the one that starts it, and no checkpoint is skipped.
-
-        Raises:
-            CheckpointNotFoundError: an explicit path that is not a directory; raised on every rank.
-        """
-        wanted = self.config.restore_from
-        if wanted is None:
-            return None
-        if wanted.lower() == LATEST:
-            found = self._storage.find_latest_checkpoint(self.config.checkpoint_dir)
-            if found is None:
-                logger.warning("no checkpoint found under %s: training starts from scratch", self.config.checkpoint_dir)
-            else:
-                logger.info("Resolved LATEST checkpoint: %s", found)
-            return found
-
-        def check() -> str:
-            path = Path(wanted)
-            if not self.checkpointer.has_checkpoint(wanted):
-                raise CheckpointNotFoundError(
-                    describe(
-                        "checkpoint.restore_from is not a directory",
-                        where=str(path),
-                        expected="an existing global_step_N directory, or LATEST",
-                        found="a file" if path.exists() else "nothing",
-                        do="correct the path",
-                    )
-                )
-            return str(path)
-
-        return collective.on_rank_zero(check)
+        return find_restore_path(self.config, self._storage)
 
 
 def _in_short(config: CheckpointingConfig) -> str:

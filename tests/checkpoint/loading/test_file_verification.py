@@ -16,7 +16,7 @@ from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.disk.operations import FileOperations
 from hyper_resume.checkpoint.loading import file_verification
-from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointUnreadableError
 from tests.checkpoint.directories import latest
 from tests.checkpoint.payloads import same
 from tests.checkpoint.single_value import damage, manifest_content, save, state, value_of
@@ -36,6 +36,9 @@ class Reads(FileOperations):
             raise OSError(errno.EIO, "Input/output error", str(path))
         self.names.append(path.relative_to(self.root).as_posix())
         return super().open_read(path)
+
+    def pause(self, seconds: float) -> None:
+        return
 
 
 def _own(rank: int) -> dict[str, Any]:
@@ -105,11 +108,13 @@ def test_damage_that_several_ranks_see_is_told_together(tmp_path: Path) -> None:
     assert isinstance(error, CheckpointMismatchError)
 
 
-def test_a_file_that_one_rank_can_not_read_is_refused_on_all_by_its_reason(tmp_path: Path) -> None:
+def test_a_file_that_one_rank_can_not_read_stops_all_by_its_reason(tmp_path: Path) -> None:
     run_ranks(_save, 2, str(tmp_path))
     errors = run_ranks(_try, 2, str(tmp_path), 1, "__1_0.distcp")
-    assert {type(error) for error in errors} == {CheckpointMismatchError}
-    assert "__1_0.distcp: it can't be read (EIO: Input/output error)" in str(errors[0])
+    assert {type(error) for error in errors} == {CheckpointUnreadableError}
+    assert "can't be read now; that does not mean that it is damaged" in str(errors[0])
+    assert f"{tmp_path}/global_step_1/__1_0.distcp" in str(errors[0])
+    assert "Input/output error" in str(errors[0])
     assert str(errors[0]) == str(errors[1])
 
 

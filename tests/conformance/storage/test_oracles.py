@@ -17,7 +17,7 @@ def progress(current: str, *marks: str) -> Promise:
 
 
 def test_between_the_call_and_the_durable_event_both_saves_may_be_there_and_afterwards_the_new_one_only() -> None:
-    assert progress("1/0", "begin 2/0") == Promise(current="1/0", pending=frozenset({"2/0"}))
+    assert progress("1/0", "begin 2/0") == DURING
     assert progress("1/0", "begin 2/0", "begin 2/0", "durable 2/0") == Promise(current="2/0", past=frozenset({"1/0"}))
 
 
@@ -32,9 +32,10 @@ def test_a_run_that_goes_back_makes_the_lower_step_the_one_that_latest_means() -
     assert progress("1/0", "going back 1/0", "back 1/0") == Promise(current="1/0")
 
 
-DURING = Promise(current="1/0", pending=frozenset({"2/0"}))
+DURING = Promise(current="1/0", pending=frozenset({"2/0"}), saving=frozenset({"2/0"}))
 AFTER = Promise(current="2/0", past=frozenset({"1/0"}))
-FIRST = Promise(current="none", pending=frozenset({"1/0"}))
+FIRST = Promise(current="none", pending=frozenset({"1/0"}), saving=frozenset({"1/0"}))
+BACK = Promise(current="3/0", pending=frozenset({"1/0"}))
 
 
 @pytest.mark.parametrize(
@@ -60,10 +61,27 @@ def test_each_verdict_breaks_the_promise_that_it_breaks(latest: str, promise: Pr
 
 def test_a_directory_that_counts_as_complete_has_to_load_as_a_save_of_its_step() -> None:
     def oracles(what: str) -> set[str]:
-        return broken(Verdict(latest="1/0", claims={"global_step_2": what}), DURING)
+        return broken(Verdict(latest="2/0", claims={"global_step_2": what}), DURING)
 
     assert oracles("2/0") == set()
     assert oracles("2/1") == set()
     assert oracles("error: torn") == {"O3"}
     assert oracles("other: a mix") == {"O4"}
     assert oracles("1/0") == {"O4"}
+
+
+@pytest.mark.parametrize(
+    ("latest", "on_disk", "promise", "expected"),
+    [
+        ("1/0", {"global_step_1": "1/0", "global_step_2": "2/0"}, DURING, {"O5"}),
+        ("2/0", {"global_step_1": "1/0", "global_step_2": "2/0"}, DURING, set()),
+        ("1/0", {"global_step_1": "1/0"}, DURING, set()),
+        ("none", {"global_step_1": "1/0"}, FIRST, {"O5"}),
+        # What is gone back to is there already, and no save.
+        ("3/0", {"global_step_1": "1/0", "global_step_3": "3/0"}, BACK, set()),
+    ],
+)
+def test_a_save_that_is_whole_on_disk_is_not_passed_over(
+    latest: str, on_disk: dict[str, str], promise: Promise, expected: set[str]
+) -> None:
+    assert broken(Verdict(latest=latest, claims=on_disk), promise) == expected
