@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hyper_resume.checkpoint.disk import operations
+from hyper_resume.checkpoint.disk import observing, operations
 from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.format.lost_entries import refuse_lost
 from hyper_resume.checkpoint.format.manifest import (
@@ -22,7 +22,7 @@ from hyper_resume.checkpoint.format.manifest import (
     read_manifest,
 )
 from hyper_resume.checkpoint.parsing import safe_load
-from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe, explained
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +90,26 @@ def resume_order(checkpoint_dir: Path) -> ResumeOrder:
     If the pointer is missing or not usable, the newest save by ordinal takes its place. A directory without a manifest (stock
     DCP) has no lineage and is tried in the order of its step. Each directory that is skipped is logged as a warning.
 
+    A run may save to the root and delete there meanwhile: what then looks wrong is looked at again.
+
     Raises:
-        CheckpointNotFoundError: ``checkpoint_dir`` is a file.
+        CheckpointNotFoundError: ``checkpoint_dir`` is a file, or can't be read.
     """
-    _refuse_file(checkpoint_dir)
+    with explained("checkpoint.checkpoint_dir can't be read", checkpoint_dir):
+        _refuse_file(checkpoint_dir)
+        for _ in range(observing.MAX_LOOKS):
+            before = layout.root_identity(checkpoint_dir)
+            order, warnings = _look(checkpoint_dir)
+            is_clear = bool(order.directories) and not order.complaints
+            if is_clear or layout.root_identity(checkpoint_dir) == before:
+                break
+    for warning in warnings:
+        logger.warning("%s", warning)
+    return order
+
+
+def _look(checkpoint_dir: Path) -> tuple[ResumeOrder, list[str]]:
+    """Return the order as it is now, and what to warn of."""
     pointed, complaint = layout.read_pointer(checkpoint_dir)
     found = list_candidates(checkpoint_dir)
     head = next((candidate for candidate in found if candidate.step == pointed), None)
@@ -105,8 +121,9 @@ def resume_order(checkpoint_dir: Path) -> ResumeOrder:
     if pointed is not None and (head is None or head.complaint):
         pointer, name = checkpoint_dir / layout.POINTER_NAME, layout.step_directory_name(pointed)
         complaint = f"pointer {pointer} names {name}, which {head.complaint if head else 'does not exist'}"
+    warnings: list[str] = []
     if complaint:
-        logger.warning("%s; scanning %s for the newest complete checkpoint instead", complaint, checkpoint_dir)
+        warnings.append(f"{complaint}; scanning {checkpoint_dir} for the newest complete checkpoint instead")
     rest = sorted(
         (candidate for candidate in found if candidate is not head), key=lambda candidate: candidate.order, reverse=True
     )
@@ -121,14 +138,15 @@ def resume_order(checkpoint_dir: Path) -> ResumeOrder:
         if not reason:
             directories.append(candidate.path)
         elif candidate is not head:
-            logger.warning("skipping %s: %s", candidate.path, reason)
+            warnings.append(f"skipping {candidate.path}: {reason}")
             complaints.append(f"{candidate.path.name}: {reason}")
-    return ResumeOrder(
+    order = ResumeOrder(
         directories=tuple(directories),
         complaints=tuple(complaints),
         was_published=pointed is not None or bool(complaint) or any(candidate.was_committed for candidate in found),
         newest=candidates[0].path if candidates else None,
     )
+    return order, warnings
 
 
 def _manifest_is_of_metadata(candidate: Candidate) -> bool:

@@ -21,7 +21,7 @@ from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_chec
 from hyper_resume.checkpoint.format.extra_state import MESH, PAYLOAD_KEY, RUN, UNCOVERED
 from hyper_resume.checkpoint.pointed import with_pointer
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
-from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
+from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe, explained
 from hyper_resume.parallel.replicas import check_replicas
 from hyper_resume.state.certificate import Certificate
 from hyper_resume.state.held_optimizers import is_per_rank
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 _NEVER_SAVED = -1
+_MAX_LOOKS = 20
 _ALWAYS_LOGGED = ("checkpoint_dir", "save_steps", "save_epochs", "restore_from")
 
 
@@ -110,8 +111,7 @@ class CheckpointerCallback(Callback):
             self._storage.add_listener(SaveRecords(self._records))
         # Before the restore: what a new run is made of is compared with what was saved.
         self._fingerprint = collective.on_all_ranks(lambda: RunFingerprint(self.trainer, self.config))
-        path = self._resolve_restore_path()
-        certificate = None if path is None else self._load_checkpoint(path)
+        path, certificate = self._restore()
         if self.config.save_ckpt:
             self._try_save()
             # A restore of the weights alone continues no run: this one starts from scratch, from those weights.
@@ -277,6 +277,27 @@ class CheckpointerCallback(Callback):
 
     # ---- restore ----------------------------------------------------------------------------------------------------
 
+    def _restore(self) -> tuple[str | None, Certificate | None]:
+        """Restore, if asked to; return from where, and what it did.
+
+        If another run deletes the step directory that LATEST means while it is read, LATEST is looked for again: until the
+        load has succeeded, nothing is changed.
+        """
+        for left in reversed(range(_MAX_LOOKS)):
+            path = self._resolve_restore_path()
+            try:
+                return path, None if path is None else self._load_checkpoint(path)
+            except CheckpointNotFoundError:
+                if not left or not self._was_deleted(path):
+                    raise
+                logger.warning("%s was deleted while it was read; LATEST is looked for again", path)
+        raise AssertionError  # the last look returns or raises
+
+    def _was_deleted(self, path: str | None) -> bool:
+        wanted = self.config.restore_from
+        is_latest = path is not None and wanted is not None and wanted.lower() == LATEST
+        return is_latest and not collective.on_rank_zero(lambda: self.checkpointer.has_checkpoint(str(path)))
+
     def _load_checkpoint(self, path: str) -> Certificate:
         trainer, config = self.trainer, self.config
         assert self._fingerprint is not None  # set by on_train_begin
@@ -324,7 +345,9 @@ class CheckpointerCallback(Callback):
 
         def check() -> str:
             path = Path(wanted)
-            if not self.checkpointer.has_checkpoint(wanted):
+            with explained("checkpoint.restore_from can't be read", path):
+                exists = self.checkpointer.has_checkpoint(wanted)
+            if not exists:
                 raise CheckpointNotFoundError(
                     describe(
                         "checkpoint.restore_from is not a directory",
