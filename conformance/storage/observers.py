@@ -62,7 +62,7 @@ def observe(rounds: int, folder: Path | None = None) -> Observed:
         with _writer(root):
             first = _newest(root)
             for _ in range(rounds):
-                for name, look in _OBSERVERS.items():
+                for name, look in OBSERVERS.items():
                     said = look(root)
                     gone[name] += bool(_GONE.search(said))
                     if wrong := _wrong(said):
@@ -114,7 +114,7 @@ def _load_latest(root: Path) -> str:
         return traceback.format_exc()
 
 
-_OBSERVERS: dict[str, Callable[[Path], str]] = {
+OBSERVERS: dict[str, Callable[[Path], str]] = {
     "verify": lambda root: _command("verify", str(root)),
     "verify --size-only": lambda root: _command("verify", "--size-only", str(root)),
     "verify of a step": lambda root: _command("verify", str(_a_step(root))),

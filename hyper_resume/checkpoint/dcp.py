@@ -329,7 +329,7 @@ class DistributedCheckpointer(CheckpointerBase):
         )
         training_state: dict[str, Any] = {}
         if skeleton is not None:
-            training_state = load_training_state(directory, metadata, manifest, group, skeleton)
+            training_state = self._read_extra_state(directory, metadata, manifest, skeleton)
             collective.on_all_ranks(lambda: check_same_save(training_state, save_id, directory), group)
             lacking = sorted(set(skeleton) - set(training_state))
             collective.on_all_ranks(lambda: extra.refuse_missing_parts(path, lacking), group)
@@ -375,6 +375,11 @@ class DistributedCheckpointer(CheckpointerBase):
             loaded=loaded,
             unread=buffers.unread_on_all_ranks(collective.all_gather(load_buffers.unread, group)),
         )
+
+    def _read_extra_state(
+        self, directory: Path, metadata: Metadata, manifest: Manifest | None, skeleton: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        return load_training_state(directory, metadata, manifest, self._group(), skeleton)
 
     def has_checkpoint(self, path: str) -> bool:
         """Return whether ``path`` is a directory."""
