@@ -11,7 +11,7 @@ pointer names, so the resume begins one save earlier, and trains those steps aga
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -42,7 +42,9 @@ def add(verbs: Any) -> None:
 
 
 def _run(options: argparse.Namespace, words: list[str]) -> int:
-    if importlib.util.find_spec("ckpt_chaos") is None:
+    try:
+        importlib.import_module("ckpt_chaos")
+    except ImportError:
         print("error: ckpt-chaos is not installed; what to do: pip install 'hyper_resume[chaos]'", file=sys.stderr)
         return USAGE
     work = options.results or Path("results") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
