@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.running.forked_ranks import Ended, run_alone
+from conformance.processes.forked_ranks import Ended, run_alone
 from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.checkpoint.disk import lock
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, HyperResumeError
@@ -111,13 +111,14 @@ def test_a_lock_file_that_is_none_is_refused_with_a_clear_error(tmp_path: Path, 
 
 
 def test_a_name_of_more_than_255_characters_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
     for path in (
         tmp_path / ("a" * 300),
         tmp_path / "b" / ("a" * 300) / "global_step_1",
         tmp_path.joinpath(*["c" * 200] * 30),
     ):
         for told in _all(path):
-            assert told.code != 0
+            assert told.code != 0, told.text
             assert _is_clear(told), told.text
         with pytest.raises(CheckpointNotFoundError, match="File name too long"):
             DistributedCheckpointer().find_latest_checkpoint(str(path))
