@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hyper_resume import __version__
-from hyper_resume.errors import ConfigError, HyperResumeError, PreemptedError, describe
+from hyper_resume.errors import ConfigError, HyperResumeError, PreemptedError, describe, printable
 from hyper_resume.log_output import configure_logging
 from hyper_resume.storage_commands import add_commands
 
@@ -54,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_results(arguments: argparse.Namespace) -> int | None:
-    """Run a command whose reader may close the pipe before the end (``| head``)."""
+    """Run a command whose reader may close the pipe before the end (``| head``).
+
+    Raises:
+        HyperResumeError: also for a file that can't be read or written, and for one that does not fit into memory.
+    """
     try:
         code: int | None = arguments.run(arguments)
         sys.stdout.flush()
@@ -62,6 +66,15 @@ def _print_results(arguments: argparse.Namespace) -> int | None:
         # What is flushed at exit then goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
+    except HyperResumeError:
+        raise
+    except (OSError, MemoryError) as error:
+        where = getattr(error, "filename", None) or getattr(arguments, "path", "") or ""
+        found = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error or 'not enough memory'}"
+        what = f"{arguments.command} could not go on"
+        raise HyperResumeError(
+            describe(what, where=str(where), found=found, do="fix the cause, and run it again")
+        ) from error
     return code
 
 
@@ -122,8 +135,8 @@ def _guarded(action: Callable[[], int | None]) -> int:
         print(f"hyper-resume: preempted: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_PREEMPTED
     except HyperResumeError as error:
-        # Some messages quote errors of torch, which have several lines.
-        print(f"hyper-resume: error: {' '.join(str(error).split())}", file=sys.stderr)
+        # Some messages quote errors of torch, which have several lines, and names out of a checkpoint, which may be forged.
+        print(f"hyper-resume: error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":

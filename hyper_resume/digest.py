@@ -110,6 +110,15 @@ def bytes_digest_text(chunks: Iterable[Any]) -> str:
     return f"{ALGORITHM}:{chunks_digest(chunks).hex()}"
 
 
+def content_digest_text(content: Any, *, like: str) -> str:
+    """Return the digest of a buffer's bytes as text, in the format of ``like``: of all bytes, or of blocks."""
+    if not is_blocks_digest(like):
+        return bytes_digest_text([content])
+    hasher = FileHasher()
+    hasher.update(content)
+    return hasher.text()
+
+
 def digest_state(state: Any) -> str:
     """Return the digest, in hex, of a nested state: names, dtypes, shapes and bytes of this rank's part.
 

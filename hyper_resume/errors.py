@@ -8,12 +8,16 @@ either. All of them are built from one finished message, because an error must s
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 # The kernel has looked, and this is what it found: no such file, another kind of file, a link, or a name that can't exist.
 # EFBIG is this library's own, for a file that is larger than any it writes.
 _FOUND_OUT = frozenset(
     (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EFBIG, errno.EINVAL)
 )
+_MOST_PRINTED = 10_000
 
 
 class HyperResumeError(Exception):
@@ -95,3 +99,35 @@ def describe(what: str, *, where: str = "", expected: str = "", found: str = "",
     if do:
         parts.append(f"what to do: {do}")
     return "; ".join(parts)
+
+
+@contextmanager
+def explained(
+    what: str,
+    where: Path | str,
+    do: str = "fix the cause (permissions, a mount, the length of a name), or correct the path",
+    *,
+    kind: type[HyperResumeError] = CheckpointNotFoundError,
+) -> Iterator[None]:
+    """Raise an ``OSError`` of the block as ``kind``, with :func:`describe`; errors of this library pass unchanged."""
+    try:
+        yield
+    except HyperResumeError:
+        raise
+    except OSError as error:
+        text = f"{type(error).__name__}: {error.strerror or error}"
+        at = f" ({error.filename})" if error.filename is not None and str(error.filename) != str(where) else ""
+        raise kind(describe(what, where=str(where), found=text + at, do=do)) from error
+
+
+def printable(text: str, most: int = _MOST_PRINTED) -> str:
+    """Return ``text`` on one line for a terminal, with at most ``most`` of its characters.
+
+    What a checkpoint holds may be forged: a control character is shown as an escape, so that it can't change what the terminal
+    shows, and so is a character that can't be encoded.
+    """
+    more = f"... and {len(text) - most:,} more characters" if len(text) > most else ""
+    shown = text[:most]
+    if not shown.isprintable():
+        shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in shown)
+    return shown + more

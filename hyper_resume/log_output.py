@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from hyper_resume.errors import printable
+
 HOLD_SECONDS = 4.0
 # How long the end of the process waits for the store's answers.
 ANSWER_SECONDS = 1.0
@@ -38,9 +40,16 @@ def configure_logging() -> None:
         return
     rank = int(text) if (text := os.environ.get("RANK", "0")).isdigit() else 0
     handler = RankHandler(rank)
-    handler.setFormatter(logging.Formatter(_FORMAT if rank == 0 else f"[rank {rank}] {_FORMAT}"))
+    handler.setFormatter(_PlainFormatter(_FORMAT if rank == 0 else f"[rank {rank}] {_FORMAT}"))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, handlers=[handler])
     logging.captureWarnings(True)
+
+
+class _PlainFormatter(logging.Formatter):
+    """Shows control characters as escapes: names out of a checkpoint may be forged, and must not move a terminal's cursor."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(printable, super().format(record).split("\n")))
 
 
 class RankHandler(logging.StreamHandler[Any]):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hyper_resume.errors import ConfigError, describe
+from hyper_resume.errors import ConfigError, describe, printable
 
 if TYPE_CHECKING:
     from hyper_resume.checkpoint.commands.inspect import Inspection
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 EXIT_FOUND = 1
 _MOST_DIFFERENCES = 50
+_MOST_OF_A_NAME = 200
 
 
 def add_commands(commands: Any) -> None:
@@ -86,33 +88,41 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 
 def _print_root(root: RootListing) -> None:
-    print(f"{root.path}: a root (checkpoint_dir), with one step directory, global_step_N, per saved step")
+    _print(f"{root.path}: a root (checkpoint_dir), with one step directory, global_step_N, per saved step")
     print(f"\n{'step':>12}{'files':>8}{'bytes':>18}  state")
     for one in root.steps:
-        print(f"{one.step:>12}{one.files:>8}{one.size_bytes:>18,}  {_one_line(one.reason) or 'complete'}")
-    print(f"\nLATEST: {root.latest or 'none, no step directory is complete'}")
-    print(f"one of them: hyper-resume inspect {root.latest or root.steps[-1].path}; their digests: hyper-resume verify")
+        _print(f"{one.step:>12}{one.files:>8}{one.size_bytes:>18,}  {_one_line(one.reason) or 'complete'}")
+    print()
+    _print(f"LATEST: {root.latest or 'none, no step directory is complete'}")
+    if root.steps:
+        path = root.latest or root.steps[-1].path
+        _print(f"one of them: hyper-resume inspect {path}; their digests: hyper-resume verify")
 
 
 def _print_step_directory(found: Inspection) -> None:
-    print(f"{found.path}: step {found.step}, {found.files} files, {found.size_bytes:,} bytes on disk")
+    _print(f"{found.path}: step {found.step}, {found.files} files, {found.size_bytes:,} bytes on disk")
     print(f"\n{'bucket':<14}{'tensors':>9}{'others':>8}{'bytes':>16}  types")
     for bucket in found.buckets:
         sizes = f"{bucket.tensors:>9}{bucket.others:>8}{bucket.size_bytes:>16,}"
-        print(f"{bucket.name:<14}{sizes}  {', '.join(bucket.dtypes)}")
+        _print(f"{_name(bucket.name):<14}{sizes}  {', '.join(bucket.dtypes)}")
     print(f"\ntraining state: {found.layout}")
     for rank in found.ranks:
-        print(
+        _print(
             f"  rank {rank.rank} of {rank.world_size}: global_step={rank.global_step}, epoch={rank.epoch}; "
-            f"{', '.join(rank.buckets)}; random streams: {', '.join(rank.rng_streams)}"
+            f"{_names(rank.buckets)}; random streams: {_names(rank.rng_streams)}"
         )
         if rank.uncovered:
-            print(f"    moves and is not saved: {', '.join(rank.uncovered)}")
+            _print(f"    moves and is not saved: {_names(rank.uncovered)}")
     if found.run:
-        versions = ", ".join(f"{name} {version}" for name, version in found.run.get("versions", {}).items())
-        print(f"made by {versions}; all that the run was made of: hyper-resume inspect --json")
+        versions = ", ".join(f"{_name(name)} {_name(version)}" for name, version in _versions(found.run))
+        _print(f"made by {versions}; all that the run was made of: hyper-resume inspect --json")
     for missing in found.missing_ranks:
         print(f"  rank {missing}: missing, so the training state can't be restored")
+
+
+def _versions(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = run.get("versions")
+    return [(name, str(version)) for name, version in found.items()] if isinstance(found, dict) else []
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -125,15 +135,15 @@ def run_verify(arguments: argparse.Namespace) -> int:
         return 0 if found.is_good else EXIT_FOUND
     for step in found.steps:
         verdict = "good   " if step.is_good else "DAMAGED" if step.is_readable else "UNREAD "
-        print(f"{verdict}  {step.path}: {step.files} files, {step.size_bytes:,} bytes; checked {step.checked}")
+        _print(f"{verdict}  {step.path}: {step.files} files, {step.size_bytes:,} bytes; checked {step.checked}")
         for complaint in step.complaints:
-            print(f"         {_one_line(complaint)}")
+            _print(f"         {_one_line(complaint)}")
         for note in step.notes:
-            print(f"         note: {note}")
+            _print(f"         note: {note}")
     for note in found.notes:
-        print(f"note: {note}")
+        _print(f"note: {note}")
     if len(found.steps) > 1 or found.notes:
-        print(f"LATEST: {found.latest or 'nothing that is good'}")
+        _print(f"LATEST: {found.latest or 'nothing that is good'}")
     return 0 if found.is_good else EXIT_FOUND
 
 
@@ -150,7 +160,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
     differences = compare(arguments.first, arguments.second)
     shown = list(differences if arguments.all else itertools.islice(differences, _MOST_DIFFERENCES))
     for one in shown:
-        print(json.dumps(one.as_plain()) if arguments.json else show(one))
+        print(json.dumps(one.as_plain()) if arguments.json else printable(show(one)))
     more = sum(1 for _ in differences)
     if not arguments.json:
         if more:
@@ -244,9 +254,22 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
     findings = run_checks(None if arguments.checkpoint_dir is None else Path(arguments.checkpoint_dir))
     for finding in findings:
-        print(f"{finding.kind:<8} {_one_line(finding.what)}" + (f"; what to do: {finding.do}" if finding.do else ""))
+        _print(f"{finding.kind:<8} {_one_line(finding.what)}" + (f"; what to do: {finding.do}" if finding.do else ""))
     return EXIT_FOUND if any(finding.kind == "problem" for finding in findings) else 0
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def _print(line: str) -> None:
+    """Print one line that may hold names out of a checkpoint, which may be forged."""
+    print(printable(line))
+
+
+def _name(text: str) -> str:
+    return printable(text, _MOST_OF_A_NAME)
+
+
+def _names(texts: Sequence[str]) -> str:
+    return ", ".join(map(_name, texts))

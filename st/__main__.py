@@ -1,4 +1,4 @@
-"""``python -m st list | run | sabotage | sweep | soak``.
+"""``python -m st list | run | sabotage | sweep | soak | chaos``.
 
 Exit codes: 0 all passed, 1 something failed, 2 usage error or malformed file, 4 error of the harness, 130 interrupted.
 """
@@ -15,7 +15,7 @@ import yaml
 from conformance.matrix.case import CaseError
 from conformance.plain_data.serial import SerialError
 from conformance.records.trajectory import RecordError
-from st import command_crash, command_scenarios
+from st import chaos, command_crash, command_scenarios
 from st.attempts import InconclusiveError
 
 USAGE = 2
@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     command_scenarios.add(verbs)
     command_crash.add(verbs)
+    chaos.add(verbs)
     options = parser.parse_args(words)
     # SIGTERM must end the running legs too, as Ctrl-C does.
     before = signal.signal(signal.SIGTERM, _raise_interrupt)

@@ -13,6 +13,8 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import resource
+import signal
 import sys
 import tempfile
 import time
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,7 @@ from conformance.processes.joining import wait_for_all
 GROUP_TIMEOUT = timedelta(seconds=30)
 # What a failing rank's peers get to report errors of their own before they are killed.
 GRACE_SECONDS = 2.0
+_WITH_CORE = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 STACK_DUMP_LEAD_SECONDS = 0.5
 
 _PRELOAD = [
@@ -140,7 +143,10 @@ def _collect(
                 outcomes[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join()
-                text = f"rank {rank} died without a word, exit code {processes[rank].exitcode}"
+                code = processes[rank].exitcode
+                text = f"rank {rank} died without a word, exit code {code}"
+                if code < 0 and -code in _WITH_CORE:
+                    text += f"; its process id was {processes[rank].pid}, and cores go to {_core_pattern()}"
                 outcomes[rank] = _Outcome(error=RankFailure(text), trace=text)
             if stop_early and outcomes[rank].error is not None:  # type: ignore[union-attr]  # set just above
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -159,7 +165,8 @@ def _unwrap(
             limit = "" if failed and not expect_errors else f" in {timeout_seconds} s"
             reports.append(f"--- rank {rank} {reason}{limit}\n{stacks[rank]}")
         elif outcome.error is not None and not expect_errors:
-            reports.append(f"--- rank {rank} raised\n{outcome.trace}")
+            # Of a rank that a signal killed, such as the abort of a broken heap, the stack is all that is left.
+            reports.append(f"--- rank {rank} raised\n{outcome.trace}\n{stacks[rank]}".rstrip())
         else:
             results.append(outcome.value if outcome.error is None else outcome.error)
     if reports:
@@ -178,6 +185,7 @@ def _rank_main(
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with _stack_file(folder, rank).open("w") as stack:
+        _keep_what_a_crash_leaves(stack)
         faulthandler.dump_traceback_later(max(0.1, timeout_seconds - STACK_DUMP_LEAD_SECONDS), file=stack)
         try:
             store = TCPStore("127.0.0.1", port, is_master=False)
@@ -189,10 +197,25 @@ def _rank_main(
             message = _pack_error(error)
         finally:
             faulthandler.cancel_dump_traceback_later()
+            # The file is closed now; from here on a crash goes to standard error.
+            faulthandler.enable()
     # Sent before the group is destroyed: a peer that hangs can't take this rank's word with it.
     sender.send_bytes(message)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+def _keep_what_a_crash_leaves(stack: TextIO) -> None:
+    """Let a crash of this rank write the stacks of all threads to ``stack``, and a core as large as this user may have."""
+    faulthandler.enable(file=stack, all_threads=True)
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+
+
+def _core_pattern() -> str:
+    pattern = Path("/proc/sys/kernel/core_pattern")
+    text = pattern.read_text().strip() if pattern.exists() else "where this system keeps them"
+    return text if text.startswith(("/", "|")) else f"{Path.cwd() / text} (%p: the process id)"
 
 
 def _pack_error(error: BaseException) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 
@@ -35,6 +36,15 @@ def _fail_on_rank_0_while_others_wait() -> None:
 def _die_on_rank_1() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _abort_on_rank_1() -> int:
+    limits = resource.getrlimit(resource.RLIMIT_CORE)
+    if dist.get_rank() == 1:
+        # A crash that is meant leaves no core.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, limits[1]))
+        os.abort()
+    return limits[0] - limits[1]
 
 
 def _never_return() -> None:
@@ -85,6 +95,13 @@ def test_expected_errors_come_back_as_the_exceptions_themselves() -> None:
 def test_a_killed_rank_is_reported_with_its_exit_code() -> None:
     with pytest.raises(RankFailure, match=r"rank 1 died without a word, exit code -9"):
         run_ranks(_die_on_rank_1, 2)
+
+
+def test_a_crash_leaves_its_stack_and_where_its_core_is() -> None:
+    words = r"(?s)rank 1 died without a word, exit code -6; its process id was \d+, and cores go to .*_abort_on_rank_1"
+    with pytest.raises(RankFailure, match=words):
+        run_ranks(_abort_on_rank_1, 2)
+    assert run_ranks(_abort_on_rank_1, 1) == [0], "a core may be as large as this user may have"
 
 
 def test_a_hanging_rank_is_killed_at_the_limit_and_its_stack_shown() -> None:

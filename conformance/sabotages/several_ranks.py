@@ -104,11 +104,11 @@ def _extra_state_of_one_rank_left_out(put: Saboteur) -> None:
 def _embedded_entries_of_rank_0_for_all(put: Saboteur) -> None:
     """As DCP returns them if the names do not contain the rank."""
 
-    def read(original: Any, directory: Any, metadata: Any, found: Any, rank: int) -> Any:
+    def read(original: Any, directory: Any, metadata: Any, found: Any, rank: int, *manifest: Any) -> Any:
         if found.kind != "embedded" or rank == 0:
-            return original(directory, metadata, found, rank)
+            return original(directory, metadata, found, rank, *manifest)
         put.fired()
-        return {**original(directory, metadata, found, 0), "rank": rank}
+        return {**original(directory, metadata, found, 0, *manifest), "rank": rank}
 
     put.replace("hyper_resume.checkpoint.loading.reading:read_training_state", read, fires=False)
     # The digests of each rank's buckets would detect it.

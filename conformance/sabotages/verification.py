@@ -63,7 +63,7 @@ def _verdict_ignored(put: Saboteur) -> None:
 
 @sabotage("fallback-without-reason")
 def _fallback_without_reason(put: Saboteur) -> None:
-    put.replace(f"{_DCP}:logger.warning", lambda original, *args: None)
+    put.replace("hyper_resume.checkpoint.loading.latest:logger.warning", lambda original, *args: None)
 
 
 @sabotage("manifest-of-any-content")

@@ -1,4 +1,4 @@
-"""``python -m conformance.storage run | replay | list``."""
+"""``python -m conformance.storage run | replay | observe | list``."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ def _parser() -> argparse.ArgumentParser:
         "--subject", choices=("library", "stock"), default="library", help="the subject of a crash state"
     )
     again.set_defaults(do=_replay)
+    watch = commands.add_parser(
+        "observe", help="let every command look at a root while a process saves and deletes there"
+    )
+    watch.add_argument("--rounds", type=int, default=500, help="how often each of them looks (default 500)")
+    watch.set_defaults(do=_observe)
     commands.add_parser("list", help="the proofs").set_defaults(do=_list)
     return parser
 
@@ -118,6 +123,18 @@ def _replay(arguments: argparse.Namespace) -> int:
     text, is_good = replay.replay(arguments.id, seed=arguments.seed, subject=arguments.subject)
     print(text)
     return 0 if is_good else 1
+
+
+def _observe(arguments: argparse.Namespace) -> int:
+    from conformance.storage import observers
+
+    found = observers.observe(arguments.rounds)
+    for name, said in found.bad:
+        print(f"BROKEN  {name} of a healthy root:\n{said}\n")
+    gone = ", ".join(f"{name} {count}" for name, count in found.gone.items() if count)
+    print(f"{found.rounds} rounds beside {found.saves} saves; a step was gone: {gone or 'never'}")
+    print(f"{len(found.bad)} of {found.rounds * len(observers.OBSERVERS)} looks found a healthy root bad")
+    return 1 if found.bad or not found.saves else 0
 
 
 def _list(_: argparse.Namespace) -> int:

@@ -21,15 +21,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase, LoadReport
+from hyper_resume.checkpoint.disk import observing
 from hyper_resume.checkpoint.format import bucket_digests, layout
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.manifest import Manifest
 from hyper_resume.checkpoint.format.mesh import mesh_of_tensors
-from hyper_resume.checkpoint.history import lineage
+from hyper_resume.checkpoint.format.segments import VerifiedFile
 from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.checkpoint.loading import buffers
 from hyper_resume.checkpoint.loading.entry_reader import ReadResult
 from hyper_resume.checkpoint.loading.last_verified import LastVerified
+from hyper_resume.checkpoint.loading.latest import find_latest
 from hyper_resume.checkpoint.loading.reading import describe_entries, load_entries, load_training_state, read_save_id
 from hyper_resume.checkpoint.loading.same_save import check_same_save
 from hyper_resume.checkpoint.saving import publication, rank_contribution, trial
@@ -44,7 +46,6 @@ from hyper_resume.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointSaveError,
-    CheckpointUnreadableError,
 )
 
 logger = logging.getLogger(__name__)
@@ -305,24 +306,45 @@ class DistributedCheckpointer(CheckpointerBase):
             it is that of the lowest saved rank (see its ``rank``, ``world_size`` and ``mesh`` entries).
 
         Raises:
-            CheckpointNotFoundError: no such checkpoint, or it lacks the training state or a requested part of it.
+            CheckpointNotFoundError: no such checkpoint, or it lacks the training state or a requested part of it, or it was
+                deleted while it was read.
             CheckpointMismatchError: damaged; missing model key; another shape or dtype; parts of different steps or saves.
             CheckpointUnreadableError: it can't be read now, although it was tried again.
         """
         self.maybe_wait_for_async_save()
         directory, group = Path(path), self._group()
-        with_training_state = extra_state_skeleton is not None
-        manifest, metadata, verified_files = self._verified.verify(directory, group, training_state=with_training_state)
+        skeleton = extra_state_skeleton
+        manifest, metadata, verified_files = self._verified.verify(
+            directory, group, training_state=skeleton is not None
+        )
         self._verified.forget()
+        try:
+            return self._load_verified(directory, state, manifest, metadata, verified_files, skeleton, strict_model)
+        except (CheckpointMismatchError, CheckpointNotFoundError) as error:
+            if collective.on_rank_zero(directory.is_dir, group):
+                raise
+            raise observing.vanished_error(directory) from error
+
+    def _load_verified(
+        self,
+        directory: Path,
+        state: dict[str, Any],
+        manifest: Manifest | None,
+        metadata: Metadata,
+        verified_files: Mapping[str, VerifiedFile],
+        skeleton: Mapping[str, Any] | None,
+        strict_model: bool,
+    ) -> dict[str, Any]:
+        path, group = str(directory), self._group()
         save_id = collective.on_rank_zero(lambda: read_save_id(directory, metadata, manifest), group)
         load_buffers = collective.on_all_ranks(
             lambda: buffers.prepare_buffers(state, metadata, path, strict_model=strict_model), group
         )
         training_state: dict[str, Any] = {}
-        if extra_state_skeleton is not None:
-            training_state = self._read_extra_state(directory, metadata, manifest, extra_state_skeleton)
+        if skeleton is not None:
+            training_state = self._read_extra_state(directory, metadata, manifest, skeleton)
             collective.on_all_ranks(lambda: check_same_save(training_state, save_id, directory), group)
-            lacking = sorted(set(extra_state_skeleton) - set(training_state))
+            lacking = sorted(set(skeleton) - set(training_state))
             collective.on_all_ranks(lambda: extra.refuse_missing_parts(path, lacking), group)
         if manifest is not None and load_buffers.needs_file_digests(manifest, self._verify, group):
             _, _, verified_files = LastVerified("digest").verify(directory, group, training_state=False)
@@ -390,23 +412,9 @@ class DistributedCheckpointer(CheckpointerBase):
             CheckpointSaveError: the background save, for which this waits, failed.
         """
         self.maybe_wait_for_async_save()
-        root, group = Path(checkpoint_dir), self._group()
-        order = collective.on_rank_zero(lambda: lineage.resume_order(root), group)
-        complaints: list[str] = []
         self._latest_found = None
-        for directory in order.directories:
-            if directory in order.unreadable:
-                raise CheckpointUnreadableError(order.unreadable[directory])
-            try:
-                self._verified.verify(directory, group, training_state=True)
-            except (CheckpointMismatchError, CheckpointNotFoundError) as error:
-                complaints.append(f"{directory.name}: {error}")
-                logger.warning("skipping %s: %s", directory, error)
-                continue
-            self._latest_found = str(directory)
-            return self._latest_found
-        collective.on_rank_zero(lambda: lineage.refuse_if_published(root, order, complaints), group)
-        return None
+        self._latest_found = find_latest(Path(checkpoint_dir), self._verified, self._group())
+        return self._latest_found
 
     def describe(self, path: str) -> dict[str, torch.Tensor | None]:
         """Return each entry's shape and dtype as a meta tensor (None for an entry that is not a tensor).

@@ -6,7 +6,7 @@ The state consists of tensors and plain values, so that it can be read with ``we
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from hyper_resume.errors import CheckpointMismatchError, UnsupportedError, descr
 
 STREAMS = ("torch_cpu", "torch_device", "python", "numpy")
 _NUMPY_GENERATOR = "MT19937"
+_NUMPY_WORDS = 624
 
 
 def collect_rng(device_type: str) -> dict[str, Any]:
@@ -55,15 +56,16 @@ def check_rng(saved: Mapping[str, Any], device_type: str) -> list[str]:
     """Return why the streams would not be continued exactly; changes nothing.
 
     Raises:
-        CheckpointMismatchError: a stream is missing.
+        CheckpointMismatchError: a stream is missing, or is none that its generator takes.
     """
-    missing = [stream for stream in STREAMS if stream not in saved]
-    if missing:
+    _refuse_missing(saved)
+    complaint = _form_complaint(saved)
+    if complaint:
         raise CheckpointMismatchError(
             describe(
-                f"rng_state lacks {', '.join(missing)}",
-                expected=", ".join(STREAMS),
-                found=", ".join(sorted(saved)),
+                "rng_state does not have the form that a save writes",
+                expected="the state of every stream, as its generator gave it",
+                found=complaint,
                 do="resume from another checkpoint, or set checkpoint.restore_train_state=false",
             )
         )
@@ -73,22 +75,55 @@ def check_rng(saved: Mapping[str, Any], device_type: str) -> list[str]:
     return []
 
 
+def _refuse_missing(saved: Mapping[str, Any]) -> None:
+    missing = [stream for stream in STREAMS if stream not in saved]
+    if missing:
+        raise CheckpointMismatchError(
+            describe(
+                f"rng_state lacks {', '.join(missing)}",
+                expected=", ".join(STREAMS),
+                found=", ".join(sorted(map(str, saved))),
+                do="resume from another checkpoint, or set checkpoint.restore_train_state=false",
+            )
+        )
+
+
+def _form_complaint(saved: Mapping[str, Any]) -> str:
+    """Return why a generator would not take its stream; tries each on a generator of its own."""
+    trials: Mapping[str, Callable[[Any], object]] = {
+        "torch_cpu": torch.Generator().set_state,
+        "python": lambda state: random.Random().setstate(_as_tuple(state)),
+        "numpy": lambda state: np.random.RandomState().set_state(_numpy_state(state)),
+    }
+    for stream, take in trials.items():
+        try:
+            take(saved[stream])
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError, IndexError) as error:
+            return f"{stream}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    device = saved["torch_device"]
+    return "" if device is None or isinstance(device, torch.Tensor) else f"torch_device: {type(device).__name__}"
+
+
+def _numpy_state(saved: Mapping[str, Any]) -> dict[str, Any]:
+    # NumPy reads the word at this place without looking whether there is one.
+    if saved["key"].shape != (_NUMPY_WORDS,) or type(saved["pos"]) is not int or not 0 <= saved["pos"] <= _NUMPY_WORDS:
+        raise ValueError(f"expected {_NUMPY_WORDS} words and a place in them")
+    return {
+        "bit_generator": saved["bit_generator"],
+        "state": {"key": saved["key"].numpy().astype(np.uint32), "pos": saved["pos"]},
+        "has_gauss": saved["has_gauss"],
+        "gauss": saved["gauss"],
+    }
+
+
 def apply_rng(saved: Mapping[str, Any], device_type: str) -> None:
     """Set every random stream of this process. It must be the last step of a restore, because any later draw moves a stream.
 
     Raises:
         CheckpointMismatchError: a stream is missing.
     """
-    check_rng(saved, device_type)
-    numpy_state = saved["numpy"]
-    np.random.set_state(
-        {
-            "bit_generator": numpy_state["bit_generator"],
-            "state": {"key": numpy_state["key"].numpy().astype(np.uint32), "pos": numpy_state["pos"]},
-            "has_gauss": numpy_state["has_gauss"],
-            "gauss": numpy_state["gauss"],
-        }
-    )
+    _refuse_missing(saved)
+    np.random.set_state(_numpy_state(saved["numpy"]))
     random.setstate(_as_tuple(saved["python"]))
     torch.set_rng_state(saved["torch_cpu"])
     if saved["torch_device"] is not None:

@@ -9,7 +9,7 @@ from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase
 from hyper_resume.checkpoint.history import lineage, other_runs
 from hyper_resume.config.schema import CheckpointingConfig
-from hyper_resume.errors import CheckpointNotFoundError, describe
+from hyper_resume.errors import CheckpointNotFoundError, describe, explained
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,9 @@ def find_restore_path(config: CheckpointingConfig, storage: CheckpointerBase) ->
 def _existing(wanted: str, field: str, storage: CheckpointerBase) -> str:
     def check() -> str:
         path = Path(wanted)
-        if not storage.has_checkpoint(wanted):
+        with explained(f"{field} can't be read", path):
+            exists = storage.has_checkpoint(wanted)
+        if not exists:
             raise CheckpointNotFoundError(
                 describe(
                     f"{field} is not a directory",

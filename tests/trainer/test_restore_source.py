@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from hyper_resume.checkpoint.disk import operations
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError
 from hyper_resume.trainer.callbacks import CheckpointerCallback
 from tests.trainer.custom_trainer import make_custom_trainer, train_custom_trainer
@@ -55,6 +57,39 @@ def test_latest_passes_over_an_incomplete_directory_to_the_next_newest(
         CheckpointerCallback(trainer).on_train_begin()
     assert trainer.state.global_step == 2
     assert "names global_step_3, which" in caplog.text
+
+
+class _Deleting(operations.FileOperations):
+    """Deletes step 3 and publishes step 4, as another run would, when the training state of step 3 is opened to be loaded."""
+
+    def __init__(self, root: Path, prepared: Path) -> None:
+        self._root, self._prepared, self.opened = root, prepared, 0
+
+    def open_read(self, path: Path) -> operations.InputFile:
+        if path.parent.parent.name == "global_step_3" and path.parent.name == "extra_state":
+            self.opened += 1
+            # First by the verification, then by the load.
+            if self.opened == 2:
+                self._prepared.rename(self._root / "global_step_4")
+                (self._root / "latest_checkpoint_iteration.txt").write_text("4\n")
+                shutil.rmtree(self._root / "global_step_3")
+        return super().open_read(path)
+
+
+def test_latest_that_another_run_deletes_while_it_is_loaded_is_looked_for_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "root"
+    train_custom_trainer(make_custom_trainer(root, save_steps=1, save_epochs=0), until_step=4)
+    prepared = (root / "global_step_4").rename(tmp_path / "prepared")
+    (root / "latest_checkpoint_iteration.txt").write_text("3\n")
+    trainer = make_custom_trainer(root, restore_from="LATEST", save_ckpt=False)
+    with operations.use(_Deleting(root, prepared)) as run, caplog.at_level(logging.WARNING):
+        CheckpointerCallback(trainer).on_train_begin()
+    assert isinstance(run, _Deleting)
+    assert run.opened == 2
+    assert trainer.state.global_step == 4
+    assert "global_step_3 was deleted while it was read; LATEST is looked for again" in caplog.text
 
 
 def _a_file(folder: Path) -> Path:

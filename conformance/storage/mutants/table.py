@@ -200,8 +200,8 @@ _CHECKS = (
     ),
     _entry(
         "latest-by-existence", "LATEST takes what is there, not what is verified",
-        "dcp:DistributedCheckpointer.find_latest_checkpoint",
-        "self._verified.verify(directory, group, training_state=True)", "pass", "corruption/per_rank",
+        "loading.latest:_first_that_verifies",
+        "verified.verify(directory, group, training_state=True)", "pass", "corruption/per_rank",
     ),
     _entry(
         "load-unverified", "nothing is verified", "loading.last_verified:LastVerified.verify",

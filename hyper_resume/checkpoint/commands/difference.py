@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from hyper_resume.checkpoint.disk import observing
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.manifest import Manifest
+from hyper_resume.checkpoint.format.metadata import require_complete
 from hyper_resume.checkpoint.format.save_id import SAVE_ID
 from hyper_resume.checkpoint.loading import file_verification
 from hyper_resume.checkpoint.loading.reading import load_entries, read_training_state
-from hyper_resume.errors import CheckpointNotFoundError
+from hyper_resume.errors import CheckpointNotFoundError, HyperResumeError, explained, printable
 
 _BATCH_BYTES = 256 << 20
 _BATCH_ENTRIES = 500
@@ -55,15 +58,28 @@ def compare(first: str | Path, second: str | Path) -> Iterator[Difference]:
     """Yield every entry that differs, sorted by name. Tensors are read in batches, so memory stays bounded.
 
     Raises:
-        CheckpointNotFoundError: one of the directories is missing or incomplete.
+        CheckpointNotFoundError: one of the directories is missing or incomplete, can't be read, or was deleted meanwhile.
         CheckpointMismatchError: one of the directories is damaged.
     """
-    one, other = _open(Path(first)), _open(Path(second))
-    yield from _compare_entries(one, other)
-    yield from _compare_training_states(one, other)
+    sides = [_open(Path(path)) for path in (first, second)]
+    try:
+        yield from _compare_entries(*sides)
+        yield from _compare_training_states(*sides)
+    except HyperResumeError as error:
+        gone = next((side.directory for side in sides if not side.directory.is_dir()), None)
+        if gone is None:
+            raise
+        raise observing.vanished_error(gone) from error
 
 
 def _open(directory: Path) -> _Side:
+    with explained("this can't be compared", directory):
+        if not directory.is_dir():
+            require_complete(directory)
+        return observing.unchanged(directory, partial(_verified, directory))
+
+
+def _verified(directory: Path) -> _Side:
     manifest = file_verification.verify(directory, "digest", None)
     return _Side(directory, file_verification.check_metadata(directory, manifest), manifest)
 
@@ -149,7 +165,8 @@ def _first_difference(one: Any, other: Any, where: str) -> tuple[Any, ...] | Non
         return where, f"{type(one).__name__} {_show(one)}", f"{type(other).__name__} {_show(other)}"
     if isinstance(one, Mapping):
         for key in sorted(set(one) | set(other), key=repr):
-            inside = f"{where}.{key}" if where else str(key)
+            name = printable(str(key), _SHOWN)
+            inside = f"{where}.{name}" if where else name
             if key not in one or key not in other:
                 return (
                     inside,

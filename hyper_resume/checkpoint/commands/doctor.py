@@ -8,16 +8,18 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 import xxhash
 
-from hyper_resume.checkpoint.disk import lock, operations
+from hyper_resume.checkpoint.disk import lock, observing, operations
 from hyper_resume.checkpoint.format import layout
 
 _LOW_SPACE_BYTES = 10 << 30
+_DO_READABLE = "fix the cause (permissions, a mount, the length of a name), or correct the path"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +57,14 @@ def _installation() -> Iterator[Finding]:
 
 def _directory(checkpoint_dir: Path) -> Iterator[Finding]:
     base = checkpoint_dir
-    while not base.exists() and base != base.parent:
-        base = base.parent
-    if not base.is_dir():
+    try:
+        while not base.exists() and base != base.parent:
+            base = base.parent
+        is_directory = base.is_dir()
+    except OSError as error:
+        yield Finding(kind="problem", what=f"{base} can't be read: {error}", do=_DO_READABLE)
+        return
+    if not is_directory:
         yield Finding(kind="problem", what=f"{base} is not a directory", do="correct the path")
         return
     if base != checkpoint_dir:
@@ -66,7 +73,11 @@ def _directory(checkpoint_dir: Path) -> Iterator[Finding]:
     try:
         operations.current().make_directory(trial)
     except OSError as error:
-        yield Finding(kind="problem", what=f"no directory can be created in {base}: {error}", do="fix the permissions")
+        yield Finding(
+            kind="problem",
+            what=f"no directory can be created in {base}: {error}",
+            do="fix the permissions, or the mount",
+        )
         return
     try:
         for check in (_durable_files, _atomic_names, _exchange, _file_locks):
@@ -75,7 +86,10 @@ def _directory(checkpoint_dir: Path) -> Iterator[Finding]:
         layout.remove(trial)
     yield _space(base)
     if base == checkpoint_dir:
-        yield from _state(checkpoint_dir)
+        try:
+            yield from _state(checkpoint_dir)
+        except OSError as error:
+            yield Finding(kind="problem", what=f"{checkpoint_dir} can't be read: {error}", do=_DO_READABLE)
 
 
 def _tried(check: Callable[[Path], Finding], trial: Path) -> Finding:
@@ -156,13 +170,15 @@ def _state(checkpoint_dir: Path) -> Iterator[Finding]:
     if holder:
         yield Finding(kind="note", what=f"a run saves here now: {holder}")
     for name in (layout.STAGING_NAME, layout.TRASH_NAME):
-        folder = checkpoint_dir / name
-        left = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        left = observing.entries_of(checkpoint_dir / name)
         if left and not holder:
             yield Finding(kind="note", what=f"{name}: {len(left)} leftover(s), deleted by the next run that saves here")
     steps = layout.step_directories(checkpoint_dir)
     for _, directory in steps:
-        reason = layout.why_incomplete(directory)
+        try:
+            reason = observing.unchanged(directory, partial(layout.why_incomplete, directory))
+        except observing.DirectoryVanishedError:
+            continue
         if reason:
             yield Finding(
                 kind="problem",

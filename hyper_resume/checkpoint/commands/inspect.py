@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import stat
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,17 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from hyper_resume.checkpoint.disk import observing
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.layout import parse_step
 from hyper_resume.checkpoint.format.manifest import read_manifest
 from hyper_resume.checkpoint.format.metadata import read_metadata, require_complete
 from hyper_resume.checkpoint.format.save_id import SAVE_ID
 from hyper_resume.checkpoint.loading.reading import read_training_state
-from hyper_resume.errors import CheckpointNotFoundError
+from hyper_resume.errors import CheckpointNotFoundError, explained, printable
+
+_MOST_MISSING = 1_000
+_MOST_OF_A_NAME = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +54,8 @@ class RankSummary:
 class Inspection:
     """The whole step directory.
 
-    ``size_bytes`` is the total size of its files. ``missing_ranks`` took part in the save, but their training state is
-    missing, so the training state can't be restored. ``run`` is what the run was made of, from the manifest.
+    ``size_bytes`` is the total size of its files. ``missing_ranks`` (the first 1,000 of them) took part in the save, but their
+    training state is missing, so the training state can't be restored. ``run`` is what the run was made of, from the manifest.
     """
 
     path: str
@@ -71,14 +77,21 @@ def inspect_step_directory(path: str | Path) -> Inspection:
     """Describe the step directory ``path``.
 
     Raises:
-        CheckpointNotFoundError: it is missing or incomplete.
+        CheckpointNotFoundError: it is missing or incomplete, can't be read, or was deleted while it was read.
         CheckpointMismatchError: its metadata or an extra-state file can't be read.
     """
     directory = Path(path)
+    with explained("this can't be inspected", directory):
+        if not directory.is_dir():
+            require_complete(directory)
+        return observing.unchanged(directory, lambda: _inspect(directory))
+
+
+def _inspect(directory: Path) -> Inspection:
     require_complete(directory)
     manifest = read_manifest(directory)
     metadata = read_metadata(directory, manifest)
-    files = [file for file in directory.rglob("*") if file.is_file()]
+    sizes = [status.st_size for _, status in observing.files_below(directory) if stat.S_ISREG(status.st_mode)]
     try:
         layout = extra.detect_layout(directory, metadata, manifest)
     except CheckpointNotFoundError:
@@ -89,14 +102,20 @@ def inspect_step_directory(path: str | Path) -> Inspection:
     return Inspection(
         path=str(directory),
         step=parse_step(directory.resolve().name),
-        files=len(files),
-        size_bytes=sum(file.stat().st_size for file in files),
+        files=len(sizes),
+        size_bytes=sum(sizes),
         layout=kind,
         buckets=_bucket_summaries(metadata),
         ranks=tuple(ranks),
-        missing_ranks=tuple(sorted({r for found in ranks for r in range(found.world_size)} - {r.rank for r in ranks})),
+        missing_ranks=_missing(ranks),
         run={} if manifest is None else manifest.run,
     )
+
+
+def _missing(ranks: list[RankSummary]) -> tuple[int, ...]:
+    present = {found.rank for found in ranks}
+    every = range(max((found.world_size for found in ranks), default=0))
+    return tuple(itertools.islice((rank for rank in every if rank not in present), _MOST_MISSING))
 
 
 def _bucket_summaries(metadata: Metadata) -> tuple[BucketSummary, ...]:
@@ -133,6 +152,11 @@ def _rank_summary(state: dict[str, Any]) -> RankSummary:
         epoch=state.get("epoch"),
         world_size=state["world_size"],
         buckets=tuple(sorted(set(state) - extra.IDENTITY_KEYS)),
-        uncovered=tuple(state.get(extra.UNCOVERED) or ()),
-        rng_streams=tuple(name for name, value in streams.items() if value is not None),
+        uncovered=_in_short(state.get(extra.UNCOVERED) or ()),
+        rng_streams=_in_short(name for name, value in streams.items() if value is not None),
     )
+
+
+def _in_short(names: Iterable[Any]) -> tuple[str, ...]:
+    """What they are called, if they are text: they come out of a file that may be forged."""
+    return tuple(printable(str(name), _MOST_OF_A_NAME) for name in names)

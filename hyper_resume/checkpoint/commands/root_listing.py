@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hyper_resume.checkpoint.disk import observing
 from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.format.manifest import METADATA_NAME
 from hyper_resume.checkpoint.history import lineage
+from hyper_resume.errors import explained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,27 +42,46 @@ class RootListing:
 
 
 def is_root(path: Path) -> bool:
-    """Whether ``path`` holds step directories, and is none itself."""
-    is_step = layout.manifest_or_none(path) is not None or (path / METADATA_NAME).exists()
-    return not is_step and bool(layout.step_directories(path))
+    """Whether ``path`` holds step directories, and is none itself.
+
+    Raises:
+        CheckpointNotFoundError: it can't be read.
+    """
+    with explained("this can't be read", path):
+        is_step = layout.manifest_or_none(path) is not None or (path / METADATA_NAME).exists()
+        return not is_step and bool(layout.step_directories(path))
 
 
 def list_root(path: Path) -> RootListing:
-    """List the step directories of the root ``path``."""
-    order = lineage.resume_order(path)
-    return RootListing(
-        path=str(path),
-        steps=tuple(_entry(step, directory) for step, directory in layout.step_directories(path)),
-        latest=str(order.readable[0]) if order.readable else None,
-    )
+    """List the step directories of the root ``path``; one that a run deletes meanwhile is left out.
+
+    Raises:
+        CheckpointNotFoundError: it can't be read.
+    """
+    with explained("this can't be read", path):
+        for _ in range(observing.MAX_LOOKS):
+            before = layout.root_identity(path)
+            order = lineage.resume_order(path)
+            steps = [found for step, entry in layout.step_directories(path) if (found := _entry(step, entry))]
+            listed = {step.path for step in steps}
+            latest = next((str(one) for one in order.readable), None)
+            if latest in listed or layout.root_identity(path) == before:
+                break
+    return RootListing(path=str(path), steps=tuple(steps), latest=latest)
 
 
-def _entry(step: int, directory: Path) -> StepDirectory:
-    files = [file for file in directory.rglob("*") if file.is_file()]
-    return StepDirectory(
-        step=step,
-        path=str(directory),
-        files=len(files),
-        size_bytes=sum(file.stat().st_size for file in files),
-        reason=layout.why_incomplete(directory),
-    )
+def _entry(step: int, directory: Path) -> StepDirectory | None:
+    def look() -> StepDirectory:
+        sizes = [status.st_size for _, status in observing.files_below(directory) if stat.S_ISREG(status.st_mode)]
+        return StepDirectory(
+            step=step,
+            path=str(directory),
+            files=len(sizes),
+            size_bytes=sum(sizes),
+            reason=layout.why_incomplete(directory),
+        )
+
+    try:
+        return observing.unchanged(directory, look)
+    except observing.DirectoryVanishedError:
+        return None

@@ -7,21 +7,25 @@ example to copy the root.) If the file system has no locks, a warning says so.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import logging
 import os
 import socket
+import stat
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hyper_resume.errors import CheckpointLockedError, describe
+from hyper_resume.errors import CheckpointLockedError, CheckpointSaveError, describe, explained
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".writer.lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+_TRIES, _PAUSE_SECONDS = 3, 0.01
 # (device, inode) -> descriptor of a locked file; kept open until the process ends.
 _held: dict[tuple[int, int], int] = {}
 
@@ -31,13 +35,19 @@ def acquire(checkpoint_dir: Path) -> None:
 
     Raises:
         CheckpointLockedError: another process holds the lock; the message has what the file says about it.
+        CheckpointSaveError: the lock file can't be opened or written, or is not a regular file.
     """
     path = checkpoint_dir / LOCK_NAME
-    if _is_held(path):
-        return
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    do = "fix the cause (permissions, a read-only mount, something else of this name), or set another checkpoint.checkpoint_dir"
+    with explained("the lock of checkpoint_dir can't be taken", path, do, kind=CheckpointSaveError):
+        if not _is_held(path):
+            _acquire(checkpoint_dir, path)
+
+
+def _acquire(checkpoint_dir: Path, path: Path) -> None:
+    descriptor = _open(path, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_exclusively(descriptor)
     except OSError as error:
         if error.errno in _UNSUPPORTED:
             logger.warning("%s has no file locks: a second run that saves there is not refused", checkpoint_dir)
@@ -52,6 +62,33 @@ def acquire(checkpoint_dir: Path) -> None:
     _held[status.st_dev, status.st_ino] = descriptor
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(_owner()).encode() + b"\n", 0)
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open the lock file, without waiting for the other end of a FIFO.
+
+    Raises:
+        OSError: it can't be opened, or is not a regular file (``EINVAL``).
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def _lock_exclusively(descriptor: int) -> None:
+    """Take the lock. :func:`describe_holder` of another process has it for a moment, and is no run that saves.
+
+    Raises:
+        OSError: another process has it, or there are no locks.
+    """
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_PAUSE_SECONDS)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _is_held(path: Path) -> bool:
@@ -96,17 +133,18 @@ def describe_holder(checkpoint_dir: Path) -> str:
     """Return what the lock file says about the process that holds the lock now; "" if none does.
 
     Raises:
-        OSError: the file can't be opened.
+        OSError: the file can't be opened, or is not a regular file.
     """
     path = checkpoint_dir / LOCK_NAME
     if _is_held(path):
         return json.dumps(_owner())
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # For reading, so that it works where this user may only read.
+        descriptor = _open(path, os.O_RDONLY)
     except FileNotFoundError:
         return ""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             return ""

@@ -12,6 +12,7 @@ import errno
 import io
 import mmap
 import os
+import stat
 import sys
 import threading
 import time
@@ -169,10 +170,19 @@ class InputFile(io.FileIO):
     may_map = True
 
     def __init__(self, descriptor: int, path: Path) -> None:
-        """Own ``descriptor``; ``path`` is for messages."""
+        """Own ``descriptor``, unless it is refused; ``path`` is for messages.
+
+        Raises:
+            OSError: it is not a regular file (``EINVAL``).
+        """
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         super().__init__(descriptor, "rb")
         self.path = path
-        self.size_bytes = os.fstat(descriptor).st_size
+        self.size_bytes = status.st_size
         self._map = _mapped(descriptor, self.size_bytes) if self.may_map else None
         # Several threads may read, but the file has only one position.
         self._reading = threading.Lock()
@@ -292,8 +302,9 @@ class FileOperations:
             os.close(descriptor)
 
     def open_read(self, path: Path) -> InputFile:
-        """Open for reading; if the last part of the path is a link, it is refused (``OSError``)."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        """Open a regular file for reading; anything else is refused (``OSError``), and so is a link as the path's last part."""
+        # Without O_NONBLOCK, the open of a FIFO waits for a writer, perhaps for ever. It changes nothing for a regular file.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             return InputFile(descriptor, path)
         except BaseException:

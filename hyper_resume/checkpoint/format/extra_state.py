@@ -26,8 +26,10 @@ from torch.distributed.tensor import DTensor
 from hyper_resume import digest
 from hyper_resume.checkpoint.disk import operations, reading
 from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest
-from hyper_resume.checkpoint.format.mesh import Mesh, mesh_from_plain
+from hyper_resume.checkpoint.format.mesh import MAX_RANKS, Mesh, mesh_from_plain
 from hyper_resume.checkpoint.parsing import safe_load
+from hyper_resume.checkpoint.parsing.pickle_subset import shorten
+from hyper_resume.checkpoint.parsing.strict_json import MAX_TEXT
 from hyper_resume.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -58,6 +60,20 @@ which this rank's part was put together]."""
 IDENTITY_KEYS = frozenset({"format_version", "rank", "world_size", "save_id", UNCOVERED, MESH, RUN, SHARDED, RESHARDED})
 PROGRESS = "progress"
 _PROGRESS_KEYS = frozenset({"global_step", "epoch", "epoch_ended"})
+
+# The types of the parts that are read without a check of their bucket.
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "rng_state": dict,
+    "stateful": (dict, type(None)),
+    "lr_scheduler": (list, tuple, type(None)),
+    "epoch": int,
+    "epoch_ended": bool,
+    UNCOVERED: (list, tuple, type(None)),
+    SHARDED: (dict, list, tuple, type(None)),
+    MESH: (dict, type(None)),
+    RUN: (dict, type(None)),
+}
+_MAX_STEP = 1 << 62
 
 _FILE = re.compile(r"extra_state_rank_([0-9]+)\.pt")
 _EMBEDDED = re.compile(r"extra_state\.rank_([0-9]+)\.(.+)")
@@ -94,8 +110,9 @@ def to_plain_state(value: Any, where: str = "") -> Any:
     """Return ``value`` as ``torch.load(weights_only=True)`` will read it back; containers are copied, tensors are not.
 
     An object that could be written but not be read back is refused here, at the save. This includes sharded tensors in a
-    training state, because their mesh can't be stored. NumPy float64, integer and boolean scalars become Python numbers with
-    the same value (a schedule that calls ``np.cos`` leaves them in learning rates).
+    training state, because their mesh can't be stored. A tensor of a training state that repeats its elements (``expand``) is
+    copied, because a load refuses a tensor that is larger than its bytes. NumPy float64, integer and boolean scalars become
+    Python numbers with the same value (a schedule that calls ``np.cos`` leaves them in learning rates).
 
     Raises:
         StateNotPlainError: names the path inside the state and the type that was found.
@@ -105,7 +122,7 @@ def to_plain_state(value: Any, where: str = "") -> Any:
             {
                 # A short cut for text keys and tensors, which are nearly all of them.
                 key if type(key) is str else to_plain_state(key, f"{_below(where, key)} (as a key)"): item
-                if type(item) is torch.Tensor and _is_plain_leaf(item)
+                if type(item) is torch.Tensor and _is_plain_leaf(item) and not where.startswith(PAYLOAD_KEY)
                 else to_plain_state(item, _below(where, key))
                 for key, item in value.items()
             }
@@ -124,7 +141,13 @@ def to_plain_state(value: Any, where: str = "") -> Any:
                 do="return plain values from that object's state_dict() (numpy arrays: torch.from_numpy)",
             )
         )
+    if where.startswith(PAYLOAD_KEY) and isinstance(value, torch.Tensor) and _repeats_elements(value):
+        return value.detach().clone(memory_format=torch.contiguous_format)
     return value
+
+
+def _repeats_elements(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
 def _below(where: str, key: Any) -> str:
@@ -133,7 +156,7 @@ def _below(where: str, key: Any) -> str:
 
 def _is_plain_leaf(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return not (value.is_meta or value.is_quantized or value.is_nested)
+        return value.layout == torch.strided and not (value.is_meta or value.is_quantized or value.is_nested)
     if type(value) is int:
         return value.bit_length() <= _INT_BITS
     # torch pickles empty bytes as a call of `bytes`, which weights_only refuses.
@@ -143,7 +166,7 @@ def _is_plain_leaf(value: Any) -> bool:
 def _kind_of(value: Any) -> str:
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, torch.Tensor):
-        kinds = [kind for kind in ("meta", "quantized", "nested") if getattr(value, f"is_{kind}")]
+        kinds = [kind for kind in ("meta", "quantized", "nested", "sparse") if getattr(value, f"is_{kind}")]
         return f"{name} ({', '.join(kinds)})" if kinds else name
     return "empty bytes" if type(value) is bytes else name
 
@@ -197,12 +220,12 @@ def bucket_digests(training_state: Mapping[str, Any]) -> dict[str, str]:
     return {bucket: digest.state_digest_text(value) for bucket, value in buckets.items()}
 
 
-def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
-    """Read one rank's file.
+def read_file(step_directory: Path, rank: int, manifest: Manifest | None = None) -> dict[str, Any]:
+    """Read one rank's file. With a manifest, the bytes that are decoded are those that have the digest in it.
 
     Raises:
         CheckpointNotFoundError: it is missing.
-        CheckpointMismatchError: it can't be decoded, has a newer format, or was written by another rank.
+        CheckpointMismatchError: it can't be decoded, has a newer format, or was written by another rank, or it was changed.
         CheckpointUnreadableError: it can't be read now.
     """
     path = file_path(step_directory, rank)
@@ -229,6 +252,17 @@ def read_file(step_directory: Path, rank: int) -> dict[str, Any]:
                 do="restore the file from a copy, or resume from another checkpoint",
             )
         ) from error
+    entry = None if manifest is None else manifest.files.get(file_name(rank))
+    if entry is not None and (found := digest.content_digest_text(content, like=entry.digest)) != entry.digest:
+        raise CheckpointMismatchError(
+            describe(
+                "an extra_state file is not as it was written",
+                where=str(path),
+                expected=f"digest {entry.digest}",
+                found=found,
+                do="find out who else writes there; restore the file from a copy, or resume from another checkpoint",
+            )
+        )
     return check_format(safe_load.load_plain(content, str(path)), str(path), rank)
 
 
@@ -284,6 +318,17 @@ def check_format(state: Any, where: str, rank: int) -> dict[str, Any]:
                 do="resume with the version of hyper_resume that wrote it",
             )
         )
+    complaint = _form_complaint(state)
+    if complaint:
+        raise CheckpointMismatchError(
+            describe(
+                "the extra_state does not have the form that a save writes",
+                where=where,
+                expected="a dict of named parts, for a rank of a run",
+                found=complaint,
+                do="resume from another checkpoint, and find out who wrote this one",
+            )
+        )
     lacking = [name for name in ("rank", "world_size", "global_step") if type(state.get(name)) is not int]
     if lacking or state["rank"] != rank:
         raise CheckpointMismatchError(
@@ -297,6 +342,27 @@ def check_format(state: Any, where: str, rank: int) -> dict[str, Any]:
         )
     result: dict[str, Any] = state
     return result
+
+
+def _form_complaint(state: Mapping[Any, Any]) -> str:
+    """Return what a save would not have written; "" if there is nothing. What is in the parts is for their buckets to check."""
+    odd = [key for key in state if type(key) is not str]
+    if odd:
+        return f"a part whose name is not text: {shorten(odd[0])}"
+    longest = max(state, key=len, default="")
+    if len(longest) > MAX_TEXT:
+        return f"a part whose name has {len(longest)} characters"
+    world_size, rank, step = (state.get(name) for name in ("world_size", "rank", "global_step"))
+    if type(world_size) is int and not 1 <= world_size <= MAX_RANKS:
+        return f"world_size {shorten(world_size)}; 1 to {MAX_RANKS:,} are read"
+    if type(rank) is int and not 0 <= rank < MAX_RANKS:
+        return f"rank {shorten(rank)}"
+    if type(step) is int and not 0 <= step <= _MAX_STEP:
+        return f"global_step {shorten(step)}"
+    for name, kinds in _KINDS.items():
+        if name in state and not isinstance(state[name], kinds):
+            return f"{name} that is {shorten(state[name])}"
+    return ""
 
 
 def no_training_state_error(where: str, found: str) -> CheckpointNotFoundError:

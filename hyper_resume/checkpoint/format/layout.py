@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import stat
 import uuid
 from pathlib import Path
 
-from hyper_resume.checkpoint.disk import operations, reading
+from hyper_resume.checkpoint.disk import observing, operations, reading
 from hyper_resume.checkpoint.format.lost_entries import find_lost
 from hyper_resume.checkpoint.format.manifest import METADATA_NAME, Manifest, read_manifest, verify_files
 from hyper_resume.errors import CheckpointMismatchError, CheckpointSaveError, CheckpointUnreadableError, describe
@@ -49,12 +50,21 @@ def step_directories(checkpoint_dir: Path) -> list[tuple[int, Path]]:
     """Return (step, path) of all ``global_step_N`` directories, and of links to directories, lowest step first.
 
     Raises:
-        OSError: the root can't be listed.
+        OSError: ``checkpoint_dir`` can't be read.
     """
-    if not checkpoint_dir.is_dir():
-        return []
-    found = ((parse_step(entry.name), entry) for entry in checkpoint_dir.iterdir())
-    return sorted((step, entry) for step, entry in found if step is not None and entry.is_dir())
+    # A directory entry knows its kind from the listing, so that a step which a run deletes meanwhile does not count as a file.
+    found = ((parse_step(entry.name), entry) for entry in observing.entries_of(checkpoint_dir))
+    return sorted((step, checkpoint_dir / entry.name) for step, entry in found if step is not None and entry.is_dir())
+
+
+def root_identity(checkpoint_dir: Path) -> tuple[object, ...]:
+    """Return what changes when a run saves to the root or deletes there: the pointer, and every step directory.
+
+    Raises:
+        OSError: the root can't be read.
+    """
+    paths = [checkpoint_dir / POINTER_NAME, *(path for _, path in step_directories(checkpoint_dir))]
+    return tuple((path.name, observing.identity(path)) for path in paths)
 
 
 def replaced_directories(checkpoint_dir: Path) -> list[tuple[int, Path]]:
@@ -105,8 +115,11 @@ def why_incomplete_by_manifest(directory: Path, manifest: Manifest | None) -> st
         missing = verify_files(directory, manifest, sorted(manifest.files), digests=False)
         lost = str(find_lost(directory, manifest, missing)) if missing else ""
         return f"is incomplete: {'; '.join([*([lost] if lost else []), *missing[:3]])}" if missing else ""
-    marker = directory / METADATA_NAME
-    return "" if marker.is_file() and marker.stat().st_size > 0 else "is incomplete (no usable .metadata)"
+    try:
+        status = (directory / METADATA_NAME).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return "is incomplete (no usable .metadata)"
+    return "" if stat.S_ISREG(status.st_mode) and status.st_size else "is incomplete (no usable .metadata)"
 
 
 def read_pointer(checkpoint_dir: Path) -> tuple[int | None, str]:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hyper_resume import digest
-from hyper_resume.checkpoint.disk import operations, reading
+from hyper_resume.checkpoint.disk import observing, operations, reading
 from hyper_resume.checkpoint.format import segments
-from hyper_resume.checkpoint.format.mesh import Mesh, mesh_from_plain
+from hyper_resume.checkpoint.format.mesh import MAX_RANKS, Mesh, mesh_from_plain
 from hyper_resume.checkpoint.parsing.strict_json import JsonFormatError, JsonObject, parse_json
 from hyper_resume.checkpoint.tensors.threads import map_in_threads
 from hyper_resume.errors import CheckpointMismatchError, CheckpointUnreadableError, describe
@@ -38,6 +38,8 @@ _FIRST_WITH_UNCOVERED = 3
 _MOST_UNCOVERED = 1_000
 _WINDOW_BYTES = 16 << 20
 _MAX_SHOWN = 500
+# Of a part of a path, in bytes; all characters that are allowed are ASCII.
+_MAX_NAME = 255
 _MAX_RANKS_IN_LINES = 64
 # At most one directory level, no path out of the step directory, and no hidden file below a directory.
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)?[A-Za-z0-9_][A-Za-z0-9_.-]*|\.[A-Za-z0-9_.-]+")
@@ -169,7 +171,7 @@ def _decode(found: Any) -> Manifest:
         attempt=form.text("attempt", pattern=_ATTEMPT),
         ordinal=form.integer("ordinal", least=0),
         ancestors=tuple(_ancestor(item) for item in form.items("ancestors", most=MAX_ANCESTORS)),
-        world_size=form.integer("world_size", least=1),
+        world_size=form.integer("world_size", least=1, most=MAX_RANKS),
         mesh=mesh_from_plain(found["mesh"]),
         created_at=form.text("created_at"),
         versions={name: form.child("versions").text(name) for name in form.keys_of("versions")},
@@ -192,7 +194,9 @@ def _ancestor(item: Any) -> tuple[int, str]:
 
 
 def _file_entry(name: str, form: JsonObject) -> FileEntry:
-    if not _FILE_NAME.fullmatch(name) or name.split("/")[-1] in (".", "..", MANIFEST_NAME):
+    parts = name.split("/")
+    is_possible = _FILE_NAME.fullmatch(name) and max(map(len, parts)) <= _MAX_NAME
+    if not is_possible or parts[-1] in (".", "..", MANIFEST_NAME):
         raise JsonFormatError(f"a file name that no save writes: {name[:80]!r}")
     form.refuse_unknown_keys("size_bytes", "digest", "rank")
     return FileEntry(
@@ -358,9 +362,5 @@ def _windows(file: operations.InputFile, begin: int, end: int) -> Iterator[memor
 
 def unlisted_files(directory: Path, manifest: Manifest) -> list[str]:
     """Return the files of the step directory that the manifest does not list; a load reads none of them."""
-    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if _is_no_folder(path))
-    return sorted(set(found) - set(manifest.files) - {MANIFEST_NAME})
-
-
-def _is_no_folder(path: Path) -> bool:
-    return path.is_symlink() or not path.is_dir()
+    found = {name for name, _ in observing.files_below(directory)}
+    return sorted(found - set(manifest.files) - {MANIFEST_NAME})

@@ -26,7 +26,8 @@ _SHARES_SAMPLES = re.compile(
 )
 _DATA = "data"
 _MAX_DIMENSIONS = 16
-_MAX_RANKS = 1_000_000
+MAX_RANKS = 1_000_000
+"""The most ranks of a run that is read: what is computed of a mesh takes memory for each of them."""
 _MOST_SHOWN = 16
 
 
@@ -68,9 +69,11 @@ def mesh_from_plain(found: Any) -> Mesh | None:
     shape = [JsonObject({"size": item}).integer("size", least=1) for item in form.items("shape", most=_MAX_DIMENSIONS)]
     if len(names) != len(shape):
         raise JsonFormatError(f"mesh: {len(names)} names and {len(shape)} sizes")
+    if math.prod(shape) > MAX_RANKS:
+        raise JsonFormatError(f"mesh: more than {MAX_RANKS} ranks")
     ranks: list[int] = []
     if "ranks" in found:
-        ranks = [JsonObject({"rank": item}).integer("rank") for item in form.items("ranks", most=_MAX_RANKS)]
+        ranks = [JsonObject({"rank": item}).integer("rank") for item in form.items("ranks", most=MAX_RANKS)]
         if len(ranks) != math.prod(shape) or sorted(ranks) != list(range(len(ranks))):
             raise JsonFormatError(f"mesh: its {math.prod(shape)} places do not hold one rank each")
     return Mesh(names=tuple(names), shape=tuple(shape), ranks=tuple(ranks))

@@ -24,6 +24,7 @@ _MAGIC = b"hrsegm01"
 # How many bytes a thread verifies at a time.
 _RUN_BYTES = 8 << 20
 _MAX_SHOWN = 3
+_SEGMENTS_AT_LEAST = 10_000
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,18 @@ def read_table(file: InputFile) -> memoryview | None:
         return None
     count, magic = _END.unpack(end)
     table_bytes = count * _SEGMENT.size + _END.size
-    if magic != _MAGIC or table_bytes > size:
+    if magic != _MAGIC or table_bytes > size or count > _most_segments(size - table_bytes):
         return None
     file.preload(size - table_bytes, table_bytes)
     return file.view(size - table_bytes, table_bytes)
+
+
+def _most_segments(body_bytes: int) -> int:
+    """Return more segments than a writer makes of so many bytes; a file with a hole may claim any number at no cost.
+
+    A writer makes two or three for each large buffer, of 64 KiB at least, and what is collected between them.
+    """
+    return 3 * (body_bytes // (64 << 10)) + _SEGMENTS_AT_LEAST
 
 
 def decode(table: memoryview, file_bytes: int) -> list[Segment] | None:

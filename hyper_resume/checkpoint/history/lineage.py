@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hyper_resume.checkpoint.disk import operations, reading
+from hyper_resume.checkpoint.disk import observing, operations, reading
 from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.format.lost_entries import refuse_lost
 from hyper_resume.checkpoint.format.manifest import (
@@ -30,6 +30,7 @@ from hyper_resume.errors import (
     CheckpointNotFoundError,
     CheckpointUnreadableError,
     describe,
+    explained,
 )
 
 logger = logging.getLogger(__name__)
@@ -172,11 +173,31 @@ def resume_order(checkpoint_dir: Path) -> ResumeOrder:
     ordinal takes its place. A directory without a manifest (stock DCP) has no lineage: if the pointer names it, the pointer
     decides; otherwise it is tried in the order of its step. Each directory that is skipped is logged as a warning.
 
+    A run may save to the root and delete there meanwhile: what then looks wrong is looked at again.
+
     Raises:
-        CheckpointNotFoundError: ``checkpoint_dir`` is a file.
+        CheckpointNotFoundError: ``checkpoint_dir`` is a file, or is no directory that can be read.
         CheckpointUnreadableError: the root, its pointer, or the mark of going back can't be read now.
     """
-    _refuse_file(checkpoint_dir)
+    with explained("checkpoint.checkpoint_dir can't be read", checkpoint_dir):
+        _refuse_file(checkpoint_dir)
+        for _ in range(observing.MAX_LOOKS):
+            before = _root_identity(checkpoint_dir)
+            order, messages = _look(checkpoint_dir)
+            is_clear = bool(order.directories) and not order.complaints
+            if is_clear or _root_identity(checkpoint_dir) == before:
+                break
+    for level, message in messages:
+        logger.log(level, "%s", message)
+    return order
+
+
+def _root_identity(checkpoint_dir: Path) -> tuple[object, ...]:
+    return reading.again(lambda: layout.root_identity(checkpoint_dir), checkpoint_dir)
+
+
+def _look(checkpoint_dir: Path) -> tuple[ResumeOrder, list[tuple[int, str]]]:
+    """Return the order as it is now, and what to log: levels and texts."""
     pointed, complaint = layout.read_pointer(checkpoint_dir)
     found = [_without_foreign_manifest(one) if one.step == pointed else one for one in list_candidates(checkpoint_dir)]
     start = _find_start(checkpoint_dir, found, pointed)
@@ -184,10 +205,14 @@ def resume_order(checkpoint_dir: Path) -> ResumeOrder:
     if pointed is not None and (head is None or head.complaint):
         pointer, name = checkpoint_dir / layout.POINTER_NAME, layout.step_directory_name(pointed)
         complaint = f"pointer {pointer} names {name}, which {head.complaint if head else 'does not exist'}"
+    messages: list[tuple[int, str]] = []
     if complaint:
-        logger.warning("%s; scanning %s for the newest complete checkpoint instead", complaint, checkpoint_dir)
+        messages.append(
+            (logging.WARNING, f"{complaint}; scanning {checkpoint_dir} for the newest complete checkpoint instead")
+        )
     elif first is not head and first is not None:
-        logger.info("%s continues %s, which the pointer names", first.path, layout.step_directory_name(pointed or 0))
+        name = layout.step_directory_name(pointed or 0)
+        messages.append((logging.INFO, f"{first.path} continues {name}, which the pointer names"))
     rest = sorted((one for one in found if one is not first), key=lambda one: one.order, reverse=True)
     lineage: set[tuple[int, str]] | None = None
     tried: list[Candidate] = []
@@ -200,16 +225,17 @@ def resume_order(checkpoint_dir: Path) -> ResumeOrder:
         if not reason:
             tried.append(candidate)
         elif candidate is not head and candidate.is_readable:
-            logger.warning("skipping %s: %s", candidate.path, reason)
+            messages.append((logging.WARNING, f"skipping {candidate.path}: {reason}"))
             complaints.append(f"{candidate.path.name}: {reason}")
     unreadable = [one for one in found if not one.is_readable and _may_be_meant(one, lineage, start)]
-    return ResumeOrder(
+    order = ResumeOrder(
         directories=tuple(one.path for one in _with_unreadable(tried, unreadable, pointed)),
         complaints=tuple(complaints),
         was_published=pointed is not None or bool(complaint) or any(candidate.was_committed for candidate in found),
         newest=candidates[0].path if candidates else None,
         unreadable={one.path: one.complaint for one in unreadable},
     )
+    return order, messages
 
 
 def _find_start(checkpoint_dir: Path, found: Sequence[Candidate], pointed: int | None) -> _Start:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hyper_resume import collective
-from hyper_resume.checkpoint.disk import operations, reading
+from hyper_resume.checkpoint.disk import observing, operations, reading
 from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.format.lost_entries import refuse_lost
 from hyper_resume.checkpoint.format.manifest import (
@@ -79,6 +79,8 @@ def verify(
     complaints = [complaint for of_rank in collective.all_gather(found, group) for complaint in of_rank]
     complaints = [*step_name_mismatch(directory, manifest), *complaints]
     if complaints:
+        if not collective.on_rank_zero(directory.is_dir, group):
+            raise observing.vanished_error(directory)
         collective.on_rank_zero(lambda: refuse_lost(directory, manifest, complaints), group)
         only_missing = all(complaint.endswith(MISSING) for complaint in complaints)
         raise (CheckpointNotFoundError if only_missing else CheckpointMismatchError)(

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hyper_resume import collective
+from hyper_resume.checkpoint.disk import observing
 from hyper_resume.checkpoint.format.manifest import Manifest
 from hyper_resume.checkpoint.format.segments import VerifiedFile
 from hyper_resume.checkpoint.loading import file_verification
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError
 
 Verified = tuple[Manifest | None, Metadata, Mapping[str, VerifiedFile]]
 
@@ -61,9 +63,15 @@ class LastVerified:
             )
             known.parts |= parts
         if known.metadata is None:
-            known.metadata = collective.on_all_ranks(
-                lambda: file_verification.check_metadata(directory, known.manifest), group
-            )
+            try:
+                known.metadata = collective.on_all_ranks(
+                    lambda: file_verification.check_metadata(directory, known.manifest), group
+                )
+            except (CheckpointMismatchError, CheckpointNotFoundError) as error:
+                # Its manifest was read, so it was there.
+                if known.manifest is None or collective.on_rank_zero(directory.is_dir, group):
+                    raise
+                raise observing.vanished_error(directory) from error
         self._last = known
         return known.manifest, known.metadata, known.verified_files
 

@@ -92,16 +92,35 @@ def describe_entries(metadata: Metadata) -> dict[str, torch.Tensor | None]:
 
 
 def read_training_state(
-    directory: Path, metadata: Metadata, layout: extra.ExtraStateLayout, rank: int
+    directory: Path, metadata: Metadata, layout: extra.ExtraStateLayout, rank: int, manifest: Manifest | None = None
 ) -> dict[str, Any]:
     """Read the training state that ``rank`` saved, in either layout; without collectives.
 
+    With a manifest, it is compared with it: the files were verified before, but may have been changed since.
+
     Raises:
         CheckpointNotFoundError: there is none.
-        CheckpointMismatchError: it can't be decoded, has a newer format, or was written by another rank.
+        CheckpointMismatchError: it can't be decoded, has a newer format, or was written by another rank or in another save.
     """
+    state = _read_training_state(directory, metadata, layout, rank, manifest)
+    if manifest is not None and state["world_size"] != manifest.world_size:
+        raise CheckpointMismatchError(
+            describe(
+                f"extra_state of rank {rank} is not of this save",
+                where=str(directory),
+                expected=f"world_size {manifest.world_size}, as in the manifest",
+                found=f"world_size {state['world_size']}",
+                do="restore the files that belong together, or resume from another checkpoint",
+            )
+        )
+    return state
+
+
+def _read_training_state(
+    directory: Path, metadata: Metadata, layout: extra.ExtraStateLayout, rank: int, manifest: Manifest | None
+) -> dict[str, Any]:
     if layout.kind == "per_rank":
-        state = extra.read_file(directory, rank)
+        state = extra.read_file(directory, rank, manifest)
     else:
         names = extra.embedded_names(metadata, rank)
         values = load_entries(dict.fromkeys(names.values()), directory, metadata).values
@@ -133,10 +152,10 @@ def load_training_state(
     rank, world_size = collective.rank(), collective.world_size()
     found = collective.on_rank_zero(lambda: extra.detect_layout(directory, metadata, manifest), group)
     first = found.ranks[0]
-    probe = collective.on_all_ranks(lambda: read_training_state(directory, metadata, found, first), group)
+    probe = collective.on_all_ranks(lambda: read_training_state(directory, metadata, found, first, manifest), group)
     mesh = _saved_mesh(manifest, skeleton)
     if probe["world_size"] == world_size and _is_same_mesh(mesh, skeleton, world_size):
-        state = collective.on_all_ranks(lambda: read_training_state(directory, metadata, found, rank), group)
+        state = collective.on_all_ranks(lambda: read_training_state(directory, metadata, found, rank, manifest), group)
     else:
         logger.warning(
             "the checkpoint was saved by %s ranks and is resumed by %s%s: progress, scheduler and data position come "

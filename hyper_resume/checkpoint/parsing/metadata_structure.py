@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from hyper_resume.checkpoint.parsing.metadata_pickle import MAX_INTEGER, has_required_fields
 from hyper_resume.checkpoint.parsing.pickle_subset import PickleRefused, shorten
+from hyper_resume.checkpoint.parsing.strict_json import MAX_TEXT
 
 # This makes 2**6 corners per chunk. Parallelism splits along three dimensions at most.
 _MAX_SPLIT_DIMENSIONS = 6
@@ -49,6 +50,8 @@ def check_structure(metadata: Any) -> None:
     for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str:
             raise PickleRefused("an entry whose name is not text")
+        if len(name) > MAX_TEXT:
+            raise PickleRefused(f"an entry whose name has {len(name)} characters; at most {MAX_TEXT} are read")
         if type(entry) is TensorStorageMetadata:
             indexes = _check_tensor(name, entry, places)
         elif type(entry) is BytesStorageMetadata:

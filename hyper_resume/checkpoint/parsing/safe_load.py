@@ -121,7 +121,7 @@ def load_plain(content: bytes | bytearray | memoryview | BinaryIO, where: str) -
     """
     file: Any = io.BytesIO(content) if isinstance(content, (bytes, bytearray, memoryview)) else content
     try:
-        PlainPickle(_read_pickle(file)).check()
+        PlainPickle(_read_pickle(file)).check(file.seek(0, io.SEEK_END))
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -10,7 +10,8 @@ from typing import Any
 
 # No number in this library's files is larger; Python would accept integers of any length.
 _MAX_INTEGER = 1 << 62
-_MAX_TEXT = 4096
+MAX_TEXT = 4096
+"""The longest text and the longest key, in characters; no name that this library or torch writes is as long."""
 _MAX_DEPTH = 16
 _MAX_VALUES = 100_000
 
@@ -37,6 +38,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise JsonFormatError("a key occurs twice in one object")
+    longest = max(map(len, found), default=0)
+    if longest > MAX_TEXT:
+        raise JsonFormatError(f"a key of {longest} characters; at most {MAX_TEXT} are read")
     return found
 
 
@@ -62,16 +66,16 @@ class JsonObject:
             raise JsonFormatError(f"{self._path(ascii(others[0][:80])[1:-1])}: unknown key")
 
     def text(self, key: str, *, pattern: re.Pattern[str] | None = None) -> str:
-        """Return a text of at most 4,096 characters that matches ``pattern``."""
+        """Return a text of at most :data:`MAX_TEXT` characters that matches ``pattern``."""
         found = self._get(key, str)
-        if len(found) > _MAX_TEXT or (pattern is not None and not pattern.fullmatch(found)):
+        if len(found) > MAX_TEXT or (pattern is not None and not pattern.fullmatch(found)):
             raise JsonFormatError(f"{self._path(key)}: not a valid text: {found[:80]!r}")
         return str(found)
 
-    def integer(self, key: str, *, least: int | None = None) -> int:
-        """Return an integer of at most 2**62 and at least ``least``."""
+    def integer(self, key: str, *, least: int | None = None, most: int = _MAX_INTEGER) -> int:
+        """Return an integer of at most ``most`` (2**62 by default) and at least ``least``."""
         found: int = self._get(key, int)
-        if abs(found) > _MAX_INTEGER or (least is not None and found < least):
+        if abs(found) > most or (least is not None and found < least):
             raise JsonFormatError(f"{self._path(key)}: out of range")
         return found
 
@@ -131,7 +135,7 @@ class JsonObject:
 
 def _is_limited(value: Any) -> bool:
     if isinstance(value, str):
-        return len(value) <= _MAX_TEXT
+        return len(value) <= MAX_TEXT
     return not isinstance(value, (int, float)) or (
         math.isfinite(value) if type(value) is float else abs(value) <= _MAX_INTEGER
     )

@@ -12,7 +12,7 @@ from hyper_resume.checkpoint.history import lineage
 from hyper_resume.checkpoint.history.lineage import Ancestors
 from hyper_resume.checkpoint.history.retention import Retention
 from hyper_resume.checkpoint.saving.publication import SaveInProgress
-from hyper_resume.errors import CheckpointSaveError, describe
+from hyper_resume.errors import CheckpointSaveError, describe, explained
 
 # Roots with a running save of this process. The file lock keeps other processes out; this keeps a second save of this one out.
 _saving: set[Path] = set()
@@ -52,14 +52,16 @@ class WritableRoot:
 
         Raises:
             CheckpointLockedError: another process saves there.
+            CheckpointSaveError: the root can't be read or written.
             CheckpointUnreadableError: what decides the order of saves can't be read now.
         """
         self._is_latest = is_latest
         # A source below .staging is moved back to its final path when leftovers are cleared.
         self._begun = (root.absolute(), None if source is None else layout.final_path_of(source))
         self._root = None
-        if root.is_dir():
-            self._take(root)
+        with explained("checkpoint_dir can't be written", root, kind=CheckpointSaveError):
+            if root.is_dir():
+                self._take(root)
 
     def _take(self, root: Path) -> None:
         lock.acquire(root)

@@ -19,7 +19,7 @@ from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_chec
 from hyper_resume.checkpoint.format.extra_state import MESH, PAYLOAD_KEY, RUN, UNCOVERED
 from hyper_resume.checkpoint.pointed import with_pointer
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
-from hyper_resume.errors import CheckpointSaveError
+from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError
 from hyper_resume.parallel.replicas import check_replicas
 from hyper_resume.state.certificate import Certificate
 from hyper_resume.state.optimizer import flatten_optimizers
@@ -41,7 +41,7 @@ from hyper_resume.trainer.payload import (
 from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.requirements import as_config, copy_counters, metrics_of, require_attributes, require_counters
 from hyper_resume.trainer.restore import refusal, restore
-from hyper_resume.trainer.restore_source import find_restore_path, notice_other_runs
+from hyper_resume.trainer.restore_source import LATEST, find_restore_path, notice_other_runs
 from hyper_resume.trainer.restored_streams import OpenCertificate
 from hyper_resume.trainer.run.fingerprint import RunFingerprint
 from hyper_resume.trainer.run.mesh import find_run_mesh
@@ -53,6 +53,7 @@ from hyper_resume.trainer.uncovered import UncoveredState
 logger = logging.getLogger(__name__)
 
 _NEVER_SAVED = -1
+_MAX_LOOKS = 20
 _ALWAYS_LOGGED = ("checkpoint_dir", "save_steps", "save_epochs", "restore_from")
 
 
@@ -120,14 +121,10 @@ class CheckpointerCallback(Callback):
             self._storage.add_listener(SaveRecords(self._records))
         # Before the restore: what a new run is made of is compared with what was saved.
         self._fingerprint = collective.on_all_ranks(lambda: RunFingerprint(self.trainer, self.config))
-        path = self._resolve_restore_path()
-        # A restore of the weights alone continues no run: this one starts from scratch, from those weights.
-        continued = path if self.config.restore_train_state else None
-        notice_other_runs(self.config, continued)
-        certificate = None if path is None else self._load_checkpoint(path)
+        path, certificate = self._restore()
         if self.config.save_ckpt:
             self._try_save()
-            self._storage.begin_run(self.config.checkpoint_dir, restored_from=continued)
+            self._storage.begin_run(self.config.checkpoint_dir, restored_from=self._continued(path))
             collective.on_all_ranks(self._uncovered.begin)
             self._schedule_order.begin()
         if certificate is not None:
@@ -300,6 +297,32 @@ class CheckpointerCallback(Callback):
             self.last_saved = event.path
 
     # ---- restore ----------------------------------------------------------------------------------------------------
+
+    def _restore(self) -> tuple[str | None, Certificate | None]:
+        """Restore, if asked to; return from where, and what it did.
+
+        If another run deletes the step directory that LATEST means while it is read, LATEST is looked for again: until the
+        load has succeeded, nothing is changed.
+        """
+        for left in reversed(range(_MAX_LOOKS)):
+            path = self._resolve_restore_path()
+            notice_other_runs(self.config, self._continued(path))
+            try:
+                return path, None if path is None else self._load_checkpoint(path)
+            except CheckpointNotFoundError:
+                if not left or not self._was_deleted(path):
+                    raise
+                logger.warning("%s was deleted while it was read; LATEST is looked for again", path)
+        raise AssertionError  # the last look returns or raises
+
+    def _continued(self, path: str | None) -> str | None:
+        """Return ``path``, or None if only weights are restored: that starts a run from scratch, from those weights."""
+        return path if self.config.restore_train_state else None
+
+    def _was_deleted(self, path: str | None) -> bool:
+        wanted = self.config.restore_from
+        is_latest = path is not None and wanted is not None and wanted.lower() == LATEST
+        return is_latest and not collective.on_rank_zero(lambda: self.checkpointer.has_checkpoint(str(path)))
 
     def _load_checkpoint(self, path: str) -> Certificate:
         trainer, config = self.trainer, self.config

@@ -129,7 +129,8 @@ def test_a_file_of_version_3_may_lack_the_description_of_the_run() -> None:
     ids=["no-object", "text", "key", "number", "many", "deep"],
 )
 def test_a_description_of_a_run_beyond_the_limits_is_refused(run: Any) -> None:
-    assert "run: " in refusal(signed({**plain(), "run": run}))
+    found = refusal(signed({**plain(), "run": run}))
+    assert "run: " in found or "a key of 4097 characters; at most 4096 are read" in found
 
 
 @pytest.mark.parametrize(
@@ -309,16 +310,13 @@ UNSAFE = [
     "manifest.json",
     "extra_state/manifest.json",
     "ü",
-    "a" * 5000 + "/" + "b",
+    "a" * 256,
+    "a" * 4000 + "/" + "b",
 ]
 
 
 @pytest.mark.parametrize("name", UNSAFE, ids=[repr(name[:20]) for name in UNSAFE])
 def test_a_file_name_that_no_save_writes_is_refused(name: str) -> None:
-    if name.startswith("aaaa"):
-        # Of a safe form, only long: no file has such a name, so it is missing; nothing else happens.
-        assert name in manifest.decode(changed("files", name, to=plain()["files"][".metadata"])(), "").files
-        return
     assert "a file name that no save writes" in refusal(changed("files", name, to=plain()["files"][".metadata"])())
 
 
