@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyper_resume.errors import ConfigError, describe
+from hyper_resume.local_path import local_path
 
 if TYPE_CHECKING:
     from hyper_resume.checkpoint.commands.inspect import Inspection
@@ -72,7 +72,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     from hyper_resume.checkpoint.commands.inspect import Inspection, inspect_step_directory
     from hyper_resume.checkpoint.commands.root_listing import is_root, list_root
 
-    path = Path(arguments.path)
+    path = local_path(arguments.path)
     found: RootListing | Inspection = list_root(path) if is_root(path) else inspect_step_directory(path)
     if arguments.json:
         print(json.dumps(found.as_plain(), indent=2))
@@ -176,7 +176,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         best_mode=arguments.mode,
     )
     _refuse_counts(arguments)
-    root = Path(arguments.checkpoint_dir)
+    root = local_path(arguments.checkpoint_dir)
     if not root.is_dir():
         raise ConfigError(describe("no such directory", where=str(root), do="give the root that holds global_step_N"))
     if not arguments.dry_run:
@@ -215,7 +215,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the result of each test; returns 1 when one is a problem."""
     from hyper_resume.checkpoint.commands.doctor import run_checks
 
-    findings = run_checks(None if arguments.checkpoint_dir is None else Path(arguments.checkpoint_dir))
+    findings = run_checks(None if arguments.checkpoint_dir is None else local_path(arguments.checkpoint_dir))
     for finding in findings:
         print(f"{finding.kind:<8} {_one_line(finding.what)}" + (f"; what to do: {finding.do}" if finding.do else ""))
     return EXIT_FOUND if any(finding.kind == "problem" for finding in findings) else 0

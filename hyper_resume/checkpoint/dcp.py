@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase, LoadReport
-from hyper_resume.checkpoint.format import bucket_digests, layout
+from hyper_resume.checkpoint.format import bucket_digests
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.manifest import Manifest
 from hyper_resume.checkpoint.format.mesh import mesh_of_tensors
@@ -41,6 +42,7 @@ from hyper_resume.checkpoint.saving.shard_writer import ShardWriter
 from hyper_resume.checkpoint.saving.staging import Stager
 from hyper_resume.checkpoint.tensors.copying import gc_paused
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError
+from hyper_resume.local_path import local_path
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,17 +90,25 @@ class DistributedCheckpointer(CheckpointerBase):
 
     def try_save(self, checkpoint_dir: str, state: dict[str, Any]) -> None:
         """Check that ``state`` can be saved; create and lock the root, and write to it. See :mod:`~.saving.trial`."""
+        root = local_path(checkpoint_dir).absolute()
         trial.try_state(state, self._group())
-        trial.try_root(Path(checkpoint_dir), self._group())
+        trial.try_root(root, self._group())
+
+    def check_names(self, checkpoint_dir: str, is_planned: Callable[[int], bool]) -> None:
+        """Refuse a root in which something that this library did not write has the name of a planned save."""
+        root = local_path(checkpoint_dir).absolute()
+        collective.on_rank_zero(lambda: trial.check_names(root, is_planned), self._group())
 
     def begin_run(self, checkpoint_dir: str, *, restored_from: str | None) -> None:
-        """Lock the root, delete the leftovers of interrupted saves, and let LATEST mean the save that this run continues.
+        """Make and lock the root, delete the leftovers of interrupted saves, and let LATEST mean the save that is continued.
 
         Raises:
             CheckpointLockedError: another run saves there; raised on every rank.
+            CheckpointSaveError: the root can't be made or written; raised on every rank.
         """
-        source = None if restored_from is None else Path(restored_from)
-        collective.on_rank_zero(lambda: self._root.begin(Path(checkpoint_dir), source), self._group())
+        root = local_path(checkpoint_dir).absolute()
+        source = None if restored_from is None else local_path(restored_from).absolute()
+        collective.on_rank_zero(lambda: self._root.begin(root, source), self._group())
 
     @gc_paused()
     def save(
@@ -116,16 +126,20 @@ class DistributedCheckpointer(CheckpointerBase):
         training state and, through DCP, its shard; 4. rank 0: writes ``.metadata`` and the manifest; 5. barrier; 6. rank 0:
         commits by one rename and moves the pointer; 7. barrier. With ``save_async`` the shards of 3, and 4 to 7, run in the
         background on a copy of the state. The pointer can name ``global_step_N`` directories only: a ``path`` with another
-        name is committed, and the pointer does not move. ``metrics`` go into the manifest, for retention.
+        name is committed, and the pointer does not move. ``metrics`` go into the manifest, for retention. A relative ``path``
+        is resolved at the call.
 
         Raises:
-            CheckpointSaveError: on every rank; nothing was published and earlier checkpoints are unchanged. An error of the
-                previous background save is raised before this save begins.
+            CheckpointSaveError: on every rank. Unless the message says that the checkpoint is committed, nothing was published
+                and earlier checkpoints are unchanged. An error of the previous background save is raised before this save
+                begins.
             StateNotPlainError: the state holds an object that can't be read back safely; nothing was written.
+            ConfigError: ``path`` is an address with a scheme.
+            KeyboardInterrupt: Ctrl-C; what the save had staged is deleted, unless it was committed already.
         """
         started = time.perf_counter()
         self.maybe_wait_for_async_save()
-        target = Path(path)
+        target, global_step = local_path(path).absolute(), int(operator.index(global_step))
         group = self._group()
         self._verified.forget()
         payload = collective.on_all_ranks(
@@ -143,7 +157,7 @@ class DistributedCheckpointer(CheckpointerBase):
                 save.report("staged")
                 self._write(payload, writer, planner, target)
                 self._publish(save)
-        except Exception as error:  # noqa: BLE001  raised again by _fail
+        except BaseException as error:  # noqa: BLE001  raised again by _fail
             self._fail(error, save, target)
 
     def _begin_save(self, target: Path, global_step: int, started: float) -> SaveInProgress:
@@ -218,7 +232,7 @@ class DistributedCheckpointer(CheckpointerBase):
                     # If the save process of one rank dies, those of the other ranks may still succeed. All must fail then.
                     collective.on_all_ranks(lambda: self._run_dcp(upload.result, target), group)
                 self._publish(save)
-            except Exception as error:  # noqa: BLE001  raised again, at the next save or wait
+            except BaseException as error:  # noqa: BLE001  raised again, at the next save or wait
                 if upload is not None:
                     publication.end_save_process()
                 self._fail(error, save, target)
@@ -237,23 +251,18 @@ class DistributedCheckpointer(CheckpointerBase):
 
     def _publish(self, save: SaveInProgress) -> None:
         group, root = self._group(), self._root
-        replaced = publication.commit(save, group)
-        root.note_durable(save)
-        publication.move_pointer_and_report(save, group)
+        replaced = publication.publish(save, root.note_committed, group)
         publication.delete_outdated(save, replaced, root.retention, root.protected, group)
-        root.note_ended(save)
+        root.note_ended()
 
-    def _fail(self, error: Exception, save: SaveInProgress | None, target: Path) -> NoReturn:
-        """Delete the staging directory and raise ``error`` as a CheckpointSaveError."""
-        if save is not None:
-            save.report("failed")
-            self._root.note_ended(save)
-            self._plans.forget()
-            if collective.rank() == 0:
-                layout.discard_staging(save.staging)
-        if isinstance(error, CheckpointSaveError):
+    def _fail(self, error: BaseException, save: SaveInProgress | None, target: Path) -> NoReturn:
+        """Conclude the save and raise ``error`` as a CheckpointSaveError; an interrupt as it is."""
+        self._root.note_ended()
+        self._plans.forget()
+        ending = "not committed" if save is None else publication.conclude(save, self._root.note_committed, error)
+        if isinstance(error, CheckpointSaveError) or not isinstance(error, Exception):
             raise error
-        raise publication.save_error(str(target), error) from error
+        raise publication.save_error(str(target), error, ending) from error
 
     def maybe_wait_for_async_save(self) -> None:
         """Wait for the background save and raise its error, on every rank.
@@ -261,12 +270,14 @@ class DistributedCheckpointer(CheckpointerBase):
         Raises:
             CheckpointSaveError: the background save failed; its step directory does not exist.
         """
-        future, self._in_flight = self._in_flight, None
+        future = self._in_flight
         if future is None:
             return
         # No collective here: all ranks already share the result of the background save, and this is also called while an
         # error ends training on one rank only.
         failure = future.exception()
+        # Only now: after an interrupt of the wait, the save is still running.
+        self._in_flight = None
         if failure is not None:
             raise failure
 
@@ -296,7 +307,7 @@ class DistributedCheckpointer(CheckpointerBase):
             CheckpointMismatchError: damaged; missing model key; another shape or dtype; parts of different steps or saves.
         """
         self.maybe_wait_for_async_save()
-        directory, group = Path(path), self._group()
+        directory, group = local_path(path), self._group()
         with_training_state = extra_state_skeleton is not None
         manifest, metadata, verified_files = self._verified.verify(directory, group, training_state=with_training_state)
         self._verified.forget()
@@ -360,7 +371,7 @@ class DistributedCheckpointer(CheckpointerBase):
 
     def has_checkpoint(self, path: str) -> bool:
         """Return whether ``path`` is a directory."""
-        return Path(path).is_dir()
+        return local_path(path).is_dir()
 
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
         """Return the newest step directory of this root's lineage that verifies; rank 0 decides for all ranks.
@@ -375,7 +386,7 @@ class DistributedCheckpointer(CheckpointerBase):
             CheckpointSaveError: the background save, for which this waits, failed.
         """
         self.maybe_wait_for_async_save()
-        root, group = Path(checkpoint_dir), self._group()
+        root, group = local_path(checkpoint_dir), self._group()
         order = collective.on_rank_zero(lambda: lineage.resume_order(root), group)
         complaints: list[str] = []
         for directory in order.directories:
@@ -398,7 +409,7 @@ class DistributedCheckpointer(CheckpointerBase):
             CheckpointSaveError: the background save, for which this waits, failed.
         """
         self.maybe_wait_for_async_save()
-        directory = Path(path)
+        directory = local_path(path)
         # Verified first, as in a load: damage must be reported as damage, not as a different set of entries.
         _, metadata, _ = self._verified.verify(directory, self._group(), training_state=False)
         return describe_entries(metadata)
@@ -414,8 +425,16 @@ class DistributedCheckpointer(CheckpointerBase):
         return {"process_group": self._group(), "no_dist": not collective.is_distributed()}
 
     def _run_dcp(self, action: Callable[[], T], target: Path) -> T:
-        """Run a save of DCP and convert its exception, which derives from BaseException, to this library's error."""
+        """Run a save of DCP and convert its exception, which derives from BaseException, to this library's error.
+
+        Raises:
+            CheckpointSaveError: the save failed on some rank.
+            KeyboardInterrupt: DCP has caught an interrupt of this rank.
+        """
         try:
             return action()
         except CheckpointException as error:
+            interrupt = publication.own_interrupt(error)
+            if interrupt is not None:
+                raise interrupt from None
             raise publication.save_error(str(target), error) from error

@@ -150,7 +150,7 @@ class Judge:
 
 
 # Part of an error that came after the commit: only the pointer is missing.
-_SAYS_PUBLISHED = "the checkpoint is complete"
+_SAYS_PUBLISHED = "the checkpoint is committed"
 _LOADING = ("CheckpointMismatchError", "CheckpointNotFoundError")
 _RIGHT_ERRORS = {
     # It is before any save, so the system's own error is allowed.

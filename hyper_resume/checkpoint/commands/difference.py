@@ -16,6 +16,7 @@ from hyper_resume.checkpoint.format.save_id import SAVE_ID
 from hyper_resume.checkpoint.loading import file_verification
 from hyper_resume.checkpoint.loading.reading import load_entries, read_training_state
 from hyper_resume.errors import CheckpointNotFoundError
+from hyper_resume.local_path import local_path
 
 _BATCH_BYTES = 256 << 20
 _BATCH_ENTRIES = 500
@@ -55,10 +56,11 @@ def compare(first: str | Path, second: str | Path) -> Iterator[Difference]:
     """Yield every entry that differs, sorted by name. Tensors are read in batches, so memory stays bounded.
 
     Raises:
+        ConfigError: a path is an address with a scheme.
         CheckpointNotFoundError: one of the directories is missing or incomplete.
         CheckpointMismatchError: one of the directories is damaged.
     """
-    one, other = _open(Path(first)), _open(Path(second))
+    one, other = _open(local_path(first)), _open(local_path(second))
     yield from _compare_entries(one, other)
     yield from _compare_training_states(one, other)
 

@@ -16,6 +16,7 @@ import xxhash
 
 from hyper_resume.checkpoint.disk import lock, operations
 from hyper_resume.checkpoint.format import layout
+from hyper_resume.local_path import local_path
 
 _LOW_SPACE_BYTES = 10 << 30
 
@@ -37,7 +38,7 @@ def run_checks(checkpoint_dir: Path | None) -> list[Finding]:
     """
     findings = list(_installation())
     if checkpoint_dir is not None:
-        findings += _directory(checkpoint_dir)
+        findings += _directory(local_path(checkpoint_dir))
     return findings
 
 

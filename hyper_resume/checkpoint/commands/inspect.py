@@ -18,6 +18,7 @@ from hyper_resume.checkpoint.format.metadata import read_metadata, require_compl
 from hyper_resume.checkpoint.format.save_id import SAVE_ID
 from hyper_resume.checkpoint.loading.reading import read_training_state
 from hyper_resume.errors import CheckpointNotFoundError
+from hyper_resume.local_path import local_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +72,11 @@ def inspect_step_directory(path: str | Path) -> Inspection:
     """Describe the step directory ``path``.
 
     Raises:
+        ConfigError: a path is an address with a scheme.
         CheckpointNotFoundError: it is missing or incomplete.
         CheckpointMismatchError: its metadata or an extra-state file can't be read.
     """
-    directory = Path(path)
+    directory = local_path(path)
     require_complete(directory)
     manifest = read_manifest(directory)
     metadata = read_metadata(directory, manifest)

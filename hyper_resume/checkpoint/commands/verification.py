@@ -29,6 +29,7 @@ from hyper_resume.checkpoint.format.manifest import (
 from hyper_resume.checkpoint.history import lineage
 from hyper_resume.checkpoint.loading.file_verification import check_metadata, step_name_mismatch
 from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
+from hyper_resume.local_path import local_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +78,10 @@ def verify_path(path: str | Path, *, digests: bool = True) -> RootVerification:
         digests: read all bytes; otherwise check names and sizes only.
 
     Raises:
+        ConfigError: a path is an address with a scheme.
         CheckpointNotFoundError: ``path`` is not a directory, or holds no step directories.
     """
-    directory = Path(path)
+    directory = local_path(path)
     if _is_step_directory(directory):
         only = verify_step_directory(directory, digests=digests)
         return RootVerification(path=str(path), steps=(only,), latest=str(path) if only.is_good else None, notes=())

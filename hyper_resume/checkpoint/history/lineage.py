@@ -22,7 +22,8 @@ from hyper_resume.checkpoint.format.manifest import (
     read_manifest,
 )
 from hyper_resume.checkpoint.parsing import safe_load
-from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, describe
+from hyper_resume.checkpoint.parsing.strict_json import MAX_INTEGER
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError, describe
 
 logger = logging.getLogger(__name__)
 
@@ -203,11 +204,26 @@ def _is_beyond_pointer(candidate: Candidate, pointed: int | None, head: Candidat
 
 
 def next_ordinal(checkpoint_dir: Path) -> int:
-    """Return an ordinal above all ordinals in this root."""
-    ordinals = [
-        candidate.manifest.ordinal for candidate in list_candidates(checkpoint_dir) if candidate.manifest is not None
-    ]
-    return max(ordinals, default=0) + 1
+    """Return an ordinal above all ordinals in this root.
+
+    Raises:
+        CheckpointSaveError: there is none that a manifest can hold. No run saves that often: somebody has made the manifest.
+    """
+    saves = [candidate for candidate in list_candidates(checkpoint_dir) if candidate.manifest is not None]
+    newest = max(saves, key=lambda candidate: candidate.order, default=None)
+    if newest is None or newest.manifest is None:
+        return 1
+    if newest.manifest.ordinal >= MAX_INTEGER:
+        raise CheckpointSaveError(
+            describe(
+                "no save can come after one in this checkpoint_dir",
+                where=str(newest.path / MANIFEST_NAME),
+                expected=f"an ordinal below {MAX_INTEGER}",
+                found=str(newest.manifest.ordinal),
+                do="move that directory away, and find out who made it",
+            )
+        )
+    return newest.manifest.ordinal + 1
 
 
 def ancestors_of_next_save(manifest: Manifest) -> Ancestors:

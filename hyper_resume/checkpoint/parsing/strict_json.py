@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 # No number in this library's files is larger; Python would accept integers of any length.
-_MAX_INTEGER = 1 << 62
+MAX_INTEGER = 1 << 62
 _MAX_TEXT = 4096
 _MAX_DEPTH = 16
 _MAX_VALUES = 100_000
@@ -71,7 +71,7 @@ class JsonObject:
     def integer(self, key: str, *, least: int | None = None) -> int:
         """Return an integer of at most 2**62 and at least ``least``."""
         found: int = self._get(key, int)
-        if abs(found) > _MAX_INTEGER or (least is not None and found < least):
+        if abs(found) > MAX_INTEGER or (least is not None and found < least):
             raise JsonFormatError(f"{self._path(key)}: out of range")
         return found
 
@@ -133,5 +133,5 @@ def _is_limited(value: Any) -> bool:
     if isinstance(value, str):
         return len(value) <= _MAX_TEXT
     return not isinstance(value, (int, float)) or (
-        math.isfinite(value) if type(value) is float else abs(value) <= _MAX_INTEGER
+        math.isfinite(value) if type(value) is float else abs(value) <= MAX_INTEGER
     )

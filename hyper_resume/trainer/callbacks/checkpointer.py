@@ -22,6 +22,7 @@ from hyper_resume.checkpoint.format.extra_state import MESH, PAYLOAD_KEY, RUN, U
 from hyper_resume.checkpoint.pointed import with_pointer
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
+from hyper_resume.local_path import working_directory
 from hyper_resume.parallel.replicas import check_replicas
 from hyper_resume.state.certificate import Certificate
 from hyper_resume.state.held_optimizers import is_per_rank
@@ -32,6 +33,7 @@ from hyper_resume.trainer.backend import build_backend
 from hyper_resume.trainer.bucket_digests import DIGESTS, read_digests
 from hyper_resume.trainer.callbacks.base import Callback
 from hyper_resume.trainer.payload import collect_extra_state, collect_for_trial, collect_payload, device_type, names_in
+from hyper_resume.trainer.planned_saves import planned_saves
 from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.requirements import as_config, copy_counters, require_attributes, require_counters
 from hyper_resume.trainer.restore import restore
@@ -70,6 +72,8 @@ class CheckpointerCallback(Callback):
         super().__init__(trainer)
         require_attributes(trainer)
         self.config: CheckpointingConfig = as_config(trainer.config.checkpoint)
+        # A relative checkpoint_dir is below it, wherever the training changes to.
+        self._working_directory = working_directory()
         self.checkpointer = build_backend(self.config, build_checkpointer)
         self._storage.add_listener(self._note_durable)
         self.last_saved: str | None = None
@@ -115,9 +119,7 @@ class CheckpointerCallback(Callback):
         if self.config.save_ckpt:
             self._try_save()
             # A restore of the weights alone continues no run: this one starts from scratch, from those weights.
-            self._storage.begin_run(
-                self.config.checkpoint_dir, restored_from=path if self.config.restore_train_state else None
-            )
+            self._storage.begin_run(str(self._root), restored_from=path if self.config.restore_train_state else None)
             collective.on_all_ranks(self._uncovered.begin)
             self._schedule_order.begin()
         if certificate is not None:
@@ -223,11 +225,13 @@ class CheckpointerCallback(Callback):
         """Collect the state once and check it, and write to the root: what would fail at the first save fails now.
 
         Raises:
-            CheckpointSaveError, StateNotPlainError, ReplicaMismatchError, UnsupportedError: as a save; on every rank.
+            CheckpointSaveError, StateNotPlainError, ReplicaMismatchError, UnsupportedError: as a save; on every rank. A name
+                that a later save needs is taken by what no save wrote.
         """
+        self._storage.check_names(str(self._root), planned_saves(self.trainer, self.config, self._state))
         payload = collective.on_all_ranks(lambda: collect_for_trial(self.trainer, self.config, self._state))
         check_replicas(_tensors({name: part for name, part in payload.items() if name != PAYLOAD_KEY}))
-        self._storage.try_save(self.config.checkpoint_dir, payload)
+        self._storage.try_save(str(self._root), payload)
 
     def _save_checkpoint(self, *, force_sync: bool = False) -> None:
         state, config, directory = self._state, self.config, self._directory()
@@ -269,7 +273,11 @@ class CheckpointerCallback(Callback):
         return found
 
     def _directory(self) -> Path:
-        return Path(self.config.checkpoint_dir) / f"global_step_{self._state.global_step}"
+        return self._root / f"global_step_{self._state.global_step}"
+
+    @property
+    def _root(self) -> Path:
+        return self._working_directory / self.config.checkpoint_dir
 
     def _note_durable(self, event: SaveEvent) -> None:
         if event.state == "durable":
@@ -299,7 +307,7 @@ class CheckpointerCallback(Callback):
         if collective.rank() != 0:
             return
         logger.info("Restore certificate of %s:\n  %s", certificate.path, "\n  ".join(certificate.lines()))
-        directories = [Path(self.config.checkpoint_dir)] if self.config.save_ckpt else []
+        directories = [self._root] if self.config.save_ckpt else []
         store_certificate(certificate, [*directories, *([self._records] if self._records else [])])
 
     def _resolve_restore_path(self) -> str | None:
@@ -315,9 +323,9 @@ class CheckpointerCallback(Callback):
         if wanted is None:
             return None
         if wanted.lower() == LATEST:
-            found = self._storage.find_latest_checkpoint(self.config.checkpoint_dir)
+            found = self._storage.find_latest_checkpoint(str(self._root))
             if found is None:
-                logger.warning("no checkpoint found under %s: training starts from scratch", self.config.checkpoint_dir)
+                logger.warning("no checkpoint found under %s: training starts from scratch", self._root)
             else:
                 logger.info("Resolved LATEST checkpoint: %s", found)
             return found
@@ -352,7 +360,7 @@ def _in_short(config: CheckpointingConfig) -> str:
 
 def _trajectory_directory(trainer: Any) -> Path | None:
     directory = getattr(getattr(trainer.config, "trajectory", None), "dir", None)
-    return None if directory is None else Path(directory)
+    return None if directory is None else working_directory() / directory
 
 
 def _metrics(state: Any, name: str) -> dict[str, float]:
