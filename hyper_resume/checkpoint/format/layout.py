@@ -225,11 +225,13 @@ def commit(staging: Path, target: Path) -> Path | None:
         replaced = staging
     else:
         replaced = staging.with_name(f"{staging.name}{_REPLACED_SUFFIX}")
-        disk.rename(target, replaced)
         try:
+            disk.rename(target, replaced)
             disk.rename(staging, target)
-        except OSError:
-            disk.rename(replaced, target)
+        except BaseException:
+            # An interrupt may come between the two, too.
+            if replaced.exists() and not target.exists():
+                disk.rename(replaced, target)
             raise
     try:
         disk.sync_directory(target.parent)

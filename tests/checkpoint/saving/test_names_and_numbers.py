@@ -182,6 +182,33 @@ def test_a_state_with_any_names_and_plain_values_loads_again_or_is_refused(
     assert repr(extra["stateful"]) == repr({key: value})
 
 
+@pytest.mark.parametrize("per_rank", [True, False])
+def test_a_state_is_refused_before_it_is_nested_too_deep_to_be_read(tmp_path: Path, per_rank: bool) -> None:
+    value: Any = 0
+    for _ in range(69):
+        value = (value,)
+    for depth in range(70, 120):
+        value = [value] if depth % 2 else {"a": value}
+        target = tmp_path / "global_step_5"
+        content = {**state(1.0), "optimizer": {"0": (value,)}}
+        content["extra_state"]["stateful"] = value
+        refusal = _refusal(target, content, DistributedCheckpointer(extra_state_per_rank=per_rank))
+        if refusal is not None:
+            break
+        if depth > 80:
+            assert value_of(target) == 1.0
+    assert refusal is not None
+    assert "nested too deep" in refusal
+    assert depth > 80
+
+
+def test_a_state_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    content = state(1.0)
+    content["extra_state"]["stateful"] = content["extra_state"]
+    assert "nested too deep" in (_refusal(tmp_path / "global_step_5", content, DistributedCheckpointer()) or "")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "extra",
     [
