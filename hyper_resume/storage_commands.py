@@ -179,15 +179,19 @@ def run_prune(arguments: argparse.Namespace) -> int:
     root = local_path(arguments.checkpoint_dir)
     if not root.is_dir():
         raise ConfigError(describe("no such directory", where=str(root), do="give the root that holds global_step_N"))
-    if not arguments.dry_run:
-        lock.acquire(root)
     outdated_steps = retention.find_outdated(keep, root)
-    for one in outdated_steps:
-        print(f"{'would delete' if arguments.dry_run else 'deleting'} {one.path}")
-    if not arguments.dry_run:
-        retention.prune(root, outdated_steps)
     if not outdated_steps:
         print("nothing to delete")
+    elif arguments.dry_run:
+        for one in outdated_steps:
+            print(f"would delete {one.path}")
+    else:
+        with lock.held(root):
+            # Again: until the lock was held, a run may have saved here.
+            outdated_steps = retention.find_outdated(keep, root)
+            for one in outdated_steps:
+                print(f"deleting {one.path}")
+            retention.prune(root, outdated_steps)
     return 0
 
 

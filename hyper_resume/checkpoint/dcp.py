@@ -150,6 +150,8 @@ class DistributedCheckpointer(CheckpointerBase):
         try:
             save = self._begin_save(target, global_step, started)
             how: SaveMode = "sync" if not save_async else "process" if self._in_process() else "thread"
+            if how == "process":
+                publication.replace_dead_save_process(group)
             payload, writer, planner = self._prepare_writer(save, payload, training_state, metrics or {}, how)
             if save_async:
                 self._start_background(payload, writer, planner, save, how)

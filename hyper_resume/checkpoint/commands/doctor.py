@@ -16,6 +16,7 @@ import xxhash
 
 from hyper_resume.checkpoint.disk import lock, operations
 from hyper_resume.checkpoint.format import layout
+from hyper_resume.errors import remedy
 from hyper_resume.local_path import local_path
 
 _LOW_SPACE_BYTES = 10 << 30
@@ -67,7 +68,8 @@ def _directory(checkpoint_dir: Path) -> Iterator[Finding]:
     try:
         operations.current().make_directory(trial)
     except OSError as error:
-        yield Finding(kind="problem", what=f"no directory can be created in {base}: {error}", do="fix the permissions")
+        do = remedy(error, "fix the cause, or use another directory")
+        yield Finding(kind="problem", what=f"no directory can be created in {base}: {error}", do=do)
         return
     try:
         for check in (_durable_files, _atomic_names, _exchange, _file_locks):
@@ -84,7 +86,8 @@ def _tried(check: Callable[[Path], Finding], trial: Path) -> Finding:
         return check(trial)
     except OSError as error:
         name = check.__name__.strip("_").replace("_", " ")
-        return Finding(kind="problem", what=f"{name}: {error}", do="use another file system for checkpoint_dir")
+        do = remedy(error, "use another file system for checkpoint_dir")
+        return Finding(kind="problem", what=f"{name}: {error}", do=do)
 
 
 def _durable_files(trial: Path) -> Finding:
@@ -152,7 +155,8 @@ def _state(checkpoint_dir: Path) -> Iterator[Finding]:
     try:
         holder = lock.describe_holder(checkpoint_dir)
     except OSError as error:
-        yield Finding(kind="problem", what=f"{lock.LOCK_NAME} can't be read: {error}", do="fix the permissions")
+        do = remedy(error, "fix the cause")
+        yield Finding(kind="problem", what=f"{lock.LOCK_NAME} can't be read: {error}", do=do)
         holder = ""
     if holder:
         yield Finding(kind="note", what=f"a run saves here now: {holder}")

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.disk.lock import LOCK_NAME
 from hyper_resume.checkpoint.format import layout
+from hyper_resume.checkpoint.format.foreign import recognise
 from hyper_resume.checkpoint.format.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -87,13 +88,15 @@ def verify_path(path: str | Path, *, digests: bool = True) -> RootVerification:
         return RootVerification(path=str(path), steps=(only,), latest=str(path) if only.is_good else None, notes=())
     steps = layout.step_directories(directory)
     if not steps:
+        other = recognise(directory)
+        nothing = "no such directory" if not directory.is_dir() else "neither .metadata nor global_step_N in it"
         raise CheckpointNotFoundError(
             describe(
                 "nothing to verify",
                 where=str(directory),
                 expected="a step directory, or a checkpoint_dir with some",
-                found="no such directory" if not directory.is_dir() else "neither .metadata nor global_step_N in it",
-                do="correct the path",
+                found=nothing if other is None else other.what,
+                do="correct the path" if other is None else other.do,
             )
         )
     found = tuple(verify_step_directory(step, digests=digests) for _, step in steps)

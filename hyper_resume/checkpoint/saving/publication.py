@@ -28,7 +28,7 @@ from hyper_resume.checkpoint.format.mesh import Mesh
 from hyper_resume.checkpoint.history import retention
 from hyper_resume.checkpoint.history.lineage import Ancestors
 from hyper_resume.checkpoint.history.retention import Retention
-from hyper_resume.errors import CheckpointSaveError, describe
+from hyper_resume.errors import CheckpointSaveError, describe, remedy
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,19 @@ def end_save_process() -> None:
     if found is not None:
         found._save_process.kill()
         found._save_process.join()
+
+
+def replace_dead_save_process(group: Any) -> None:
+    """Let every rank start a new save process if one of them has died since the last save; every rank calls it.
+
+    All of them, because their process group is broken. It is done once for a save: if a new one dies too, the save fails.
+    """
+    process = _async_process_executor._CHECKPOINT_PROCESS
+    is_dead = process is not None and not process._save_process.is_alive()
+    dead = [rank for rank, found in enumerate(collective.all_gather(is_dead, group)) if found]
+    if dead:
+        logger.warning("the process that saves in the background has died on rank %s: starting new ones", dead)
+        end_save_process()
 
 
 def publish(save: SaveInProgress, note_committed: Callable[[SaveInProgress], None], group: Any) -> Path | None:
@@ -321,7 +334,7 @@ def unwritable_root_error(root: Path, error: OSError) -> CheckpointSaveError:
             where=f"{root}, rank {collective.rank()}",
             expected="a directory, on storage that all ranks share, where each rank can create files",
             found=f"{type(error).__name__}: {error}",
-            do="fix the cause (disk space, permissions, a mount), set another checkpoint.checkpoint_dir, or set "
-            "checkpoint.save_ckpt=false",
+            do=f"{remedy(error, 'fix the cause (disk space, permissions, a mount)')}; or set another "
+            "checkpoint.checkpoint_dir, or checkpoint.save_ckpt=false",
         )
     )

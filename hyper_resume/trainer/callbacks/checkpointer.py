@@ -19,6 +19,7 @@ import torch
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CheckpointerBase, SaveEvent, build_checkpointer
 from hyper_resume.checkpoint.format.extra_state import MESH, PAYLOAD_KEY, RUN, UNCOVERED
+from hyper_resume.checkpoint.format.foreign import recognise
 from hyper_resume.checkpoint.pointed import with_pointer
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError, ConfigError, describe
@@ -333,13 +334,14 @@ class CheckpointerCallback(Callback):
         def check() -> str:
             path = Path(wanted)
             if not self.checkpointer.has_checkpoint(wanted):
+                other = recognise(path)
                 raise CheckpointNotFoundError(
                     describe(
                         "checkpoint.restore_from is not a directory",
                         where=str(path),
                         expected="an existing global_step_N directory, or LATEST",
-                        found="a file" if path.exists() else "nothing",
-                        do="correct the path",
+                        found="nothing" if other is None else other.what,
+                        do="correct the path" if other is None else other.do,
                     )
                 )
             return str(path)
