@@ -250,15 +250,15 @@ def _pointer_to_an_older_step(put: Saboteur) -> None:
 
 @sabotage("pointer-moved-before-the-commit")
 def _pointer_moved_before_the_commit(put: Saboteur) -> None:
-    def commit(original: Any, attempt: Any, group: Any) -> Any:
+    def publish(original: Any, attempt: Any, *args: Any) -> Any:
         from hyper_resume import collective
         from hyper_resume.checkpoint.format import layout
 
         if collective.rank() == 0:
             layout.write_pointer(attempt.target.parent, attempt.global_step)
-        return original(attempt, group)
+        return original(attempt, *args)
 
-    put.replace("hyper_resume.checkpoint.saving.publication:commit", commit)
+    put.replace("hyper_resume.checkpoint.saving.publication:publish", publish)
 
 
 @sabotage("step-found-anywhere-in-the-path")
