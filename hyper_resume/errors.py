@@ -31,7 +31,7 @@ class InsufficientMemoryError(HyperResumeError, MemoryError):
 
 
 class CheckpointSaveError(HyperResumeError, RuntimeError):
-    """A save did not reach its commit; the previous checkpoint is untouched."""
+    """A save failed; the message says whether it was committed before that. Earlier checkpoints are untouched."""
 
 
 class CheckpointLockedError(CheckpointSaveError):

@@ -34,6 +34,17 @@ def _missing_path_means_scratch(put: Saboteur) -> None:
     put.replace(f"{_CALLBACK}._load_checkpoint", look, fires=False)
 
 
+@sabotage("foreign-format-not-named")
+def _foreign_format_not_named(put: Saboteur) -> None:
+    put.replace("hyper_resume.trainer.callbacks.checkpointer:recognise", lambda original, path: None)
+
+
+@sabotage("scheme-taken-for-a-folder")
+def _scheme_taken_for_a_folder(put: Saboteur) -> None:
+    put.replace("hyper_resume.config.checks:scheme_of", lambda original, path: "")
+    put.replace("hyper_resume.local_path:scheme_of", lambda original, path: "")
+
+
 @sabotage("latest-of-nothing-refused")
 def _latest_of_nothing_refused(put: Saboteur) -> None:
     def find_latest(original: Any, storage: Any, checkpoint_dir: str) -> Any:

@@ -112,6 +112,11 @@ def _outdated_deleted_before_the_commit(put: Saboteur) -> None:
     put.replace(f"{_SAVING}:publish", publish, fires=False)
 
 
+@sabotage("taken-names-replaced")
+def _taken_names_replaced(put: Saboteur) -> None:
+    put.replace("hyper_resume.checkpoint.format.layout:why_not_ours", lambda original, path: "")
+
+
 @sabotage("lock-not-taken")
 def _lock_not_taken(put: Saboteur) -> None:
     put.replace(f"{_LOCK}:acquire", lambda original, checkpoint_dir: None)
