@@ -166,6 +166,12 @@ def test_whatever_would_stop_the_first_save_stops_the_run_at_its_start(
     assert {path.name for path in root.iterdir()} - {".writer.lock"} == before - {".writer.lock"}
 
 
+def test_an_empty_staging_directory_that_was_there_stays(tmp_path: Path) -> None:
+    (tmp_path / ".staging").mkdir()
+    CheckpointerCallback(make_custom_trainer(tmp_path)).on_train_begin()
+    assert {path.name for path in tmp_path.iterdir()} == {".staging", ".writer.lock"}
+
+
 def _begin_run(root: str) -> str:
     try:
         DistributedCheckpointer().begin_run(root, restored_from=None)

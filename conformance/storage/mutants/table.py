@@ -236,7 +236,8 @@ _ERRORS = (
         "errors/next save/write",
     ),
     _entry(
-        "commit-failure-kept-alone", "a commit that fails on rank 0 is not reported to the others", "saving.publication:publish",
+        "commit-failure-kept-alone", "a commit that fails on rank 0 is not reported to the others",
+        "saving.publication:publish",
         "collective.on_rank_zero(on_rank_zero, group)", "on_rank_zero() if collective.rank() == 0 else None",
         "errors/next save/rename",
     ),

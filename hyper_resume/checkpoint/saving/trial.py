@@ -55,6 +55,7 @@ def try_root(root: Path, group: dist.ProcessGroup | None) -> None:
         CheckpointLockedError: another run saves there; on every rank.
         CheckpointSaveError: a rank can't write there, or a name that a save needs is taken; on every rank.
     """
+    had_staging = (root / layout.STAGING_NAME).exists()
     folder = collective.on_rank_zero(lambda: _explained(root, lambda: _make(root)), group)
     try:
         collective.on_all_ranks(lambda: _explained(root, lambda: _write(folder)), group)
@@ -63,9 +64,9 @@ def try_root(root: Path, group: dist.ProcessGroup | None) -> None:
         if collective.rank() == 0:
             layout.remove(folder)
             layout.remove(root / folder.name)
-            with contextlib.suppress(OSError):
-                # Where it was made by this trial, it is empty.
-                operations.current().remove_directory(folder.parent)
+            if not had_staging:
+                with contextlib.suppress(OSError):
+                    operations.current().remove_directory(folder.parent)
 
 
 def _make(root: Path) -> Path:
