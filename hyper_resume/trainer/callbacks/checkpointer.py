@@ -278,7 +278,9 @@ class CheckpointerCallback(Callback):
 
     @property
     def _root(self) -> Path:
-        return self._working_directory / self.config.checkpoint_dir
+        # In messages as it was written, while that leads there.
+        written = Path(self.config.checkpoint_dir)
+        return written if working_directory() == self._working_directory else self._working_directory / written
 
     def _note_durable(self, event: SaveEvent) -> None:
         if event.state == "durable":
