@@ -92,7 +92,7 @@ def on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = None
     try:
         result = action()
     except Exception as error:  # noqa: BLE001  any error must be raised on the other ranks too
-        failure = error
+        failure = _named(error)
     raise_on_all_ranks(failure, group)
     return result  # type: ignore[return-value]  # no failure on any rank, so action returned a T
 
@@ -125,6 +125,15 @@ def _raise_lowest_rank_error(reports: Sequence[tuple[list[str], str] | None], fa
         raise known(message + where) from failure
 
 
+def _named(error: Exception) -> Exception:
+    """Return ``error``; a lack of memory, for which Python, torch and the system each have a class, as this library's error."""
+    if not errors.is_lack_of_memory(error) or isinstance(error, errors.HyperResumeError):
+        return error
+    found = errors.insufficient_memory_error("", error)
+    found.__cause__ = error
+    return found
+
+
 def _describe_error(failure: BaseException) -> tuple[list[str], str]:
     """Return what is sent of an error: the names of its class and base classes, nearest first, and its message.
 
@@ -146,7 +155,7 @@ def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None
         try:
             result = action()
         except Exception as error:  # noqa: BLE001  any error must be raised on the other ranks too
-            failure = error
+            failure = _named(error)
     if not is_distributed() and failure is not None:
         raise failure
     # One broadcast for both: the error or the result.

@@ -40,8 +40,12 @@ class CheckpointMismatchError(HyperResumeError, RuntimeError):
     """The checkpoint and the running job do not fit together."""
 
 
+class InsufficientMemoryError(HyperResumeError, MemoryError):
+    """There is not enough memory; nothing is known to be wrong with a checkpoint."""
+
+
 class CheckpointSaveError(HyperResumeError, RuntimeError):
-    """A save did not reach its commit; the previous checkpoint is untouched."""
+    """A save failed; the message says whether it was committed before that. Earlier checkpoints are untouched."""
 
 
 class CheckpointLockedError(CheckpointSaveError):
@@ -77,6 +81,52 @@ def may_pass(error: BaseException) -> bool:
     if not isinstance(error, OSError) or isinstance(error, HyperResumeError):
         return False
     return error.errno is not None and error.errno not in _FOUND_OUT
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is Python's, torch's or the system's word that there is not enough memory."""
+    is_torch = type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+    return is_torch or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+
+
+def insufficient_memory_error(where: str, error: BaseException) -> InsufficientMemoryError:
+    """Return the error of an action that did not get the memory it needs; ``error`` is its cause."""
+    if isinstance(error, InsufficientMemoryError):
+        return error
+    return InsufficientMemoryError(
+        describe(
+            "there is not enough memory",
+            where=where,
+            found=" ".join(f"{type(error).__name__}: {error}".split())[:300],
+            do="free memory, or raise the limit of this process or container; nothing is known to be wrong with the checkpoint",
+        )
+    )
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free space on that file system",
+    errno.EDQUOT: "free space, or ask for a larger quota",
+    errno.EACCES: "fix the permissions",
+    errno.EPERM: "fix the permissions",
+    errno.EROFS: "mount it writable, or use another directory",
+    errno.ENOTDIR: "correct the path: a part of it is a file",
+    errno.EISDIR: "move the directory away that has the name of a file",
+    errno.EEXIST: "move away what has this name",
+    errno.ENAMETOOLONG: "use a shorter path",
+    errno.ELOOP: "correct the path: a link in it leads to itself, or is not followed",
+    errno.EXDEV: "let .staging be a plain directory of the same file system",
+    errno.ESTALE: "mount the file system again",
+    errno.EIO: "look at the device and the kernel's log, or use another file system",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOMEM: "free memory",
+}
+
+
+def remedy(error: OSError, otherwise: str) -> str:
+    """Return what to do about an error of the system; ``otherwise`` for one that is not known."""
+    return _REMEDIES.get(error.errno or 0, otherwise)
 
 
 def describe(what: str, *, where: str = "", expected: str = "", found: str = "", do: str = "") -> str:

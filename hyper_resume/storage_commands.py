@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyper_resume.errors import ConfigError, describe, printable
+from hyper_resume.local_path import local_path
 
 if TYPE_CHECKING:
     from hyper_resume.checkpoint.commands.inspect import Inspection
     from hyper_resume.checkpoint.commands.root_listing import RootListing
+    from hyper_resume.checkpoint.history.lineage import Candidate
 
 EXIT_FOUND = 1
 _MOST_DIFFERENCES = 50
@@ -76,7 +78,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     from hyper_resume.checkpoint.commands.inspect import Inspection, inspect_step_directory
     from hyper_resume.checkpoint.commands.root_listing import is_root, list_root
 
-    path = Path(arguments.path)
+    path = local_path(arguments.path)
     found: RootListing | Inspection = list_root(path) if is_root(path) else inspect_step_directory(path)
     if arguments.json:
         print(json.dumps(found.as_plain(), indent=2))
@@ -188,25 +190,34 @@ def run_prune(arguments: argparse.Namespace) -> int:
         best_mode=arguments.mode,
     )
     _refuse_counts(arguments)
-    root = Path(arguments.checkpoint_dir)
+    root = local_path(arguments.checkpoint_dir)
     if not root.is_dir():
         raise ConfigError(describe("no such directory", where=str(root), do="give the root that holds global_step_N"))
-    if not arguments.dry_run:
-        lock.acquire(root)
     if keep.keep_best:
         _refuse_unknown_metric(root, keep.best_metric)
     outdated_steps = retention.find_outdated(keep, root)
-    of_others = {one.path for one in retention.not_of_latest(root, outdated_steps)}
-    if of_others:
-        print(f"prune counts and deletes across runs: LATEST does not continue {len(of_others)} of these")
-    for one in outdated_steps:
-        other = " (of another run, or abandoned)" if one.path in of_others else ""
-        print(f"{'would delete' if arguments.dry_run else 'deleting'} {one.path}{other}", flush=True)
-    if not arguments.dry_run:
-        retention.prune(root, outdated_steps)
     if not outdated_steps:
         print("nothing to delete")
+    elif arguments.dry_run:
+        _announce(root, outdated_steps, "would delete")
+    else:
+        with lock.held(root):
+            # Again: until the lock was held, a run may have saved here.
+            outdated_steps = retention.find_outdated(keep, root)
+            _announce(root, outdated_steps, "deleting")
+            retention.prune(root, outdated_steps)
     return 0
+
+
+def _announce(root: Path, outdated: Sequence[Candidate], what: str) -> None:
+    """Print one line for each step directory, before the first is deleted, and say that other runs' are among them."""
+    from hyper_resume.checkpoint.history import retention
+
+    of_others = {one.path for one in retention.not_of_latest(root, outdated)}
+    if of_others:
+        _print(f"prune counts and deletes across runs: LATEST does not continue {len(of_others)} of these")
+    for one in outdated:
+        _print(f"{what} {one.path}{' (of another run, or abandoned)' if one.path in of_others else ''}")
 
 
 def _refuse_unknown_metric(root: Path, metric: str) -> None:
@@ -252,7 +263,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the result of each test; returns 1 when one is a problem."""
     from hyper_resume.checkpoint.commands.doctor import run_checks
 
-    findings = run_checks(None if arguments.checkpoint_dir is None else Path(arguments.checkpoint_dir))
+    findings = run_checks(None if arguments.checkpoint_dir is None else local_path(arguments.checkpoint_dir))
     for finding in findings:
         _print(f"{finding.kind:<8} {_one_line(finding.what)}" + (f"; what to do: {finding.do}" if finding.do else ""))
     return EXIT_FOUND if any(finding.kind == "problem" for finding in findings) else 0
@@ -264,7 +275,7 @@ def _one_line(text: str) -> str:
 
 def _print(line: str) -> None:
     """Print one line that may hold names out of a checkpoint, which may be forged."""
-    print(printable(line))
+    print(printable(line), flush=True)
 
 
 def _name(text: str) -> str:

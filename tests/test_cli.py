@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hyper_resume
 from hyper_resume import cli
+from hyper_resume.checkpoint.disk import operations
 from tests.trainer.tiny_training import disk_listing, saved_steps
 from tests.warm_commands import run_module, start_module
 
@@ -264,3 +267,41 @@ def test_data_that_ends_early_makes_the_command_exit_with_1(
     arguments = ["--training.max_steps=5", "--data.max_samples=4", "--checkpoint.save_ckpt=false"]
     assert cli.main(["train", "train.yaml", *arguments]) == cli.EXIT_ERROR
     assert "found: 2 steps after 1 epochs" in capsys.readouterr().err
+
+
+# ---- train: Ctrl-C in a save
+
+
+class _InterruptedAt(operations.FileOperations):
+    """A real SIGINT when a save of step 2 creates a file of this name, once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def create(self, path: Path) -> operations.OutputFile:
+        if path.name == self.name and "global_step_2." in str(path):
+            self.name = ""
+            signal.raise_signal(signal.SIGINT)
+        return super().create(path)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "extra_state_rank_0.pt"])
+def test_ctrl_c_in_any_part_of_a_save_exits_with_130_and_names_the_checkpoint_before(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(_folder(tmp_path))
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        with operations.use(_InterruptedAt(name)) as interrupting:
+            code = cli.main(["train", "train.yaml", "--training.max_steps=3", "--checkpoint.save_steps=1"])
+    finally:
+        torch.use_deterministic_algorithms(is_deterministic)
+    assert isinstance(interrupting, _InterruptedAt)
+    assert interrupting.name == "", "the signal was sent"
+    assert code == 130
+    error = capsys.readouterr().err
+    root = tmp_path / "checkpoints"
+    assert "interrupted: training was stopped by Ctrl-C after global_step 2 of 3" in error
+    assert f"the last checkpoint is {root}/global_step_1" in error
+    assert saved_steps(root) == [1]
+    assert list((root / ".staging").iterdir()) == []

@@ -13,6 +13,7 @@ BUILTINS: dict[type[Exception], type[Exception]] = {
     errors.ConfigError: ValueError,
     errors.CheckpointNotFoundError: FileNotFoundError,
     errors.CheckpointMismatchError: RuntimeError,
+    errors.InsufficientMemoryError: MemoryError,
     errors.CheckpointSaveError: RuntimeError,
     errors.StateNotPlainError: TypeError,
     errors.CheckpointLockedError: RuntimeError,

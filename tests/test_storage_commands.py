@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -18,6 +20,7 @@ import xxhash
 
 from hyper_resume import cli
 from hyper_resume.checkpoint import DistributedCheckpointer
+from hyper_resume.checkpoint.disk import operations
 from hyper_resume.checkpoint.history import retention
 from hyper_resume.errors import CheckpointMismatchError
 from tests.checkpoint.single_value import save
@@ -294,6 +297,24 @@ def test_prune_without_anything_to_keep_names_what_was_given_and_deletes_nothing
     assert _steps(root) == [1, 2, 3]
 
 
+def test_prune_leaves_nothing_in_a_directory_that_is_no_root(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "documents").mkdir()
+    (tmp_path / "documents" / "letter").write_text("dear")
+    (tmp_path / "documents" / "global_step_1").mkdir()
+    assert _run("prune", str(tmp_path / "documents"), "--keep-last", "1") == 0
+    assert capsys.readouterr().out == "nothing to delete\n"
+    assert sorted(path.name for path in (tmp_path / "documents").iterdir()) == ["global_step_1", "letter"]
+
+
+def test_prune_of_a_copy_of_a_root_leaves_no_lock_there(root: Path) -> None:
+    shutil.copytree(root, root / "copy", ignore=shutil.ignore_patterns(".writer.lock", ".staging"))
+    assert _run("prune", str(root / "copy"), "--keep-last", "1") == 0
+    assert _steps(root / "copy") == [3]
+    assert not (root / "copy" / ".writer.lock").exists()
+
+
 def test_prune_is_refused_while_a_run_saves_there(root: Path) -> None:
     # The kernel's lock is a process's; this one has it since the fixture saved.
     done = subprocess.run(
@@ -318,6 +339,45 @@ def test_doctor_finds_a_good_root_good_and_leaves_it_as_it_was(root: Path, capsy
     assert "LATEST means step 3; 3 step directories" in out
     assert "problem" not in out
     assert sorted(str(path) for path in root.rglob("*")) == before
+
+
+class _Failing(operations.FileOperations):
+    """A file system on which nothing can be made, or no file."""
+
+    def __init__(self, number: int, operation: str) -> None:
+        self.error = OSError(number, os.strerror(number))
+        self.operation = operation
+
+    def make_directory(self, path: Path) -> None:
+        if self.operation == "directory":
+            raise self.error
+        super().make_directory(path)
+
+    def create(self, path: Path) -> operations.OutputFile:
+        raise self.error
+
+
+@pytest.mark.parametrize("operation", ["directory", "file"])
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "free space on that file system"),
+        (errno.EDQUOT, "free space, or ask for a larger quota"),
+        (errno.EACCES, "fix the permissions"),
+        (errno.EROFS, "mount it writable, or use another directory"),
+        (errno.EIO, "look at the device and the kernel's log, or use another file system"),
+    ],
+)
+def test_doctor_advises_by_what_is_wrong(
+    root: Path, number: int, operation: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with operations.use(_Failing(number, operation)):
+        assert _run("doctor", str(root)) == 1
+    problems = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+    assert problems
+    for line in problems:
+        assert os.strerror(number) in line
+        assert line.endswith(f"what to do: {advice}")
 
 
 def test_doctor_names_an_incomplete_step_and_a_bad_pointer(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,18 +151,19 @@ def test_ctrl_c_ends_training_with_one_line_and_130_and_the_named_checkpoint_res
     (line,) = [line for line in lines if "interrupted" in line]
     found = re.fullmatch(
         r"hyper-resume: interrupted: training was stopped by Ctrl-C after global_step (\d+) of 100000; "
-        r"found: the last checkpoint is checkpoints/global_step_(\d+); what to do: start the same command again with "
-        r"(--checkpoint.restore_from=)LATEST \(or (checkpoints/global_step_\2)\)",
+        r"found: the last checkpoint is (\S+/checkpoints/global_step_(\d+)); what to do: start the same command again with "
+        r"(--checkpoint.restore_from=)LATEST \(or \2\)",
         line,
     )
     assert found, line
-    last, step = int(found[1]), int(found[2])
+    last, path, step = int(found[1]), found[2], int(found[3])
+    assert path == str(folder / "checkpoints" / f"global_step_{step}")
     assert last >= step >= 4
     assert step in saved_steps(folder / "checkpoints")
     monkeypatch.chdir(folder)
     with caplog.at_level("INFO"):
-        assert cli.main(["train", "train.yaml", f"--training.max_steps={step + 1}", found[3] + found[4]]) == 0
-    loaded = f"Checkpoint loaded successfully: path=checkpoints/global_step_{step}, global_step={step},"
+        assert cli.main(["train", "train.yaml", f"--training.max_steps={step + 1}", found[4] + path]) == 0
+    loaded = f"Checkpoint loaded successfully: path={path}, global_step={step},"
     assert [message for message in caplog.messages if message.startswith(loaded)]
 
 

@@ -34,6 +34,17 @@ def _missing_path_means_scratch(put: Saboteur) -> None:
     put.replace(f"{_CALLBACK}._load_checkpoint", look, fires=False)
 
 
+@sabotage("foreign-format-not-named")
+def _foreign_format_not_named(put: Saboteur) -> None:
+    put.replace("hyper_resume.trainer.callbacks.checkpointer:recognise", lambda original, path: None)
+
+
+@sabotage("scheme-taken-for-a-folder")
+def _scheme_taken_for_a_folder(put: Saboteur) -> None:
+    put.replace("hyper_resume.config.checks:scheme_of", lambda original, path: "")
+    put.replace("hyper_resume.local_path:scheme_of", lambda original, path: "")
+
+
 @sabotage("latest-of-nothing-refused")
 def _latest_of_nothing_refused(put: Saboteur) -> None:
     def find_latest(original: Any, storage: Any, checkpoint_dir: str) -> Any:
@@ -250,15 +261,15 @@ def _pointer_to_an_older_step(put: Saboteur) -> None:
 
 @sabotage("pointer-moved-before-the-commit")
 def _pointer_moved_before_the_commit(put: Saboteur) -> None:
-    def commit(original: Any, attempt: Any, group: Any) -> Any:
+    def publish(original: Any, attempt: Any, *args: Any) -> Any:
         from hyper_resume import collective
         from hyper_resume.checkpoint.format import layout
 
         if collective.rank() == 0:
             layout.write_pointer(attempt.target.parent, attempt.global_step)
-        return original(attempt, group)
+        return original(attempt, *args)
 
-    put.replace("hyper_resume.checkpoint.saving.publication:commit", commit)
+    put.replace("hyper_resume.checkpoint.saving.publication:publish", publish)
 
 
 @sabotage("step-found-anywhere-in-the-path")

@@ -128,16 +128,21 @@ def _retention_deletes_what_is_not_ours(put: Saboteur) -> None:
 
 @sabotage("outdated-deleted-before-the-commit")
 def _outdated_deleted_before_the_commit(put: Saboteur) -> None:
-    def commit(original: Any, attempt: Any, group: Any) -> Any:
+    def publish(original: Any, attempt: Any, *args: Any) -> Any:
         from hyper_resume import collective
 
         if collective.rank() == 0:
             for path in attempt.target.parent.glob("global_step_*"):
                 put.fired()
                 shutil.rmtree(path)
-        return original(attempt, group)
+        return original(attempt, *args)
 
-    put.replace(f"{_SAVING}:commit", commit, fires=False)
+    put.replace(f"{_SAVING}:publish", publish, fires=False)
+
+
+@sabotage("taken-names-replaced")
+def _taken_names_replaced(put: Saboteur) -> None:
+    put.replace("hyper_resume.checkpoint.format.layout:why_not_ours", lambda original, path: "")
 
 
 @sabotage("lock-not-taken")

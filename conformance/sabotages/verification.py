@@ -186,15 +186,15 @@ def _files_not_flushed(put: Saboteur) -> None:
 
 @sabotage("earlier-copy-removed-first")
 def _earlier_copy_removed_first(put: Saboteur) -> None:
-    def commit(original: Any, attempt: Any, group: Any) -> Any:
+    def publish(original: Any, attempt: Any, *args: Any) -> Any:
         from hyper_resume import collective
 
         if collective.rank() == 0 and attempt.target.exists():
             put.fired()
             shutil.rmtree(attempt.target)
-        return original(attempt, group)
+        return original(attempt, *args)
 
-    put.replace(f"{_SAVING}:commit", commit, fires=False)
+    put.replace(f"{_SAVING}:publish", publish, fires=False)
 
 
 @sabotage("step-saved-again-is-skipped")

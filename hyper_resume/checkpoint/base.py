@@ -21,8 +21,8 @@ class SaveEvent:
 
     ``staged``: the state was copied, or is written already; training may change it now. ``written``: the files of every rank
     are on the device, in the staging directory. ``durable``: the save is committed, survives a power cut, and is what LATEST
-    means; retention deletes old saves after this. ``failed``: the save was abandoned. ``seconds`` is the time since ``save``
-    was called; ``at`` is UTC, ISO 8601.
+    means; retention deletes old saves after this. ``failed``: the save was abandoned; or it is committed, and is not what
+    LATEST means, and the error says so. ``seconds`` is the time since ``save`` was called; ``at`` is UTC, ISO 8601.
     """
 
     state: Literal["staged", "written", "durable", "failed"]
@@ -124,6 +124,19 @@ class CheckpointerBase(ABC):
         Raises:
             CheckpointSaveError: ``checkpoint_dir`` can't be written; on every rank.
             StateNotPlainError: ``state`` can't be saved; on every rank.
+        """
+
+    def check_names(self, checkpoint_dir: str, is_planned: Callable[[int], bool]) -> None:  # noqa: B027  optional
+        """Check at the start of a run that no planned save would replace what is not its own. Every rank calls it.
+
+        It changes nothing. By default, nothing is checked.
+
+        Args:
+            checkpoint_dir: the root, which may not exist yet.
+            is_planned: whether this run plans to save a step.
+
+        Raises:
+            CheckpointSaveError: something that is no save has the name of a planned step; on every rank.
         """
 
     def begin_run(self, checkpoint_dir: str, *, restored_from: str | None) -> None:  # noqa: B027  optional

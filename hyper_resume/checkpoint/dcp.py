@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from hyper_resume import collective
 from hyper_resume.checkpoint.base import CHECKPOINTER_REGISTRY, CheckpointerBase, LoadReport
 from hyper_resume.checkpoint.disk import observing
-from hyper_resume.checkpoint.format import bucket_digests, layout
+from hyper_resume.checkpoint.format import bucket_digests
 from hyper_resume.checkpoint.format import extra_state as extra
 from hyper_resume.checkpoint.format.manifest import Manifest
 from hyper_resume.checkpoint.format.mesh import mesh_of_tensors
@@ -42,11 +43,8 @@ from hyper_resume.checkpoint.saving.root import WritableRoot
 from hyper_resume.checkpoint.saving.shard_writer import ShardWriter
 from hyper_resume.checkpoint.saving.staging import Stager
 from hyper_resume.checkpoint.tensors.copying import gc_paused
-from hyper_resume.errors import (
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    CheckpointSaveError,
-)
+from hyper_resume.errors import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError
+from hyper_resume.local_path import local_path
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -96,23 +94,29 @@ class DistributedCheckpointer(CheckpointerBase):
 
     def try_save(self, checkpoint_dir: str, state: dict[str, Any]) -> None:
         """Check that ``state`` can be saved; create and lock the root, and write to it. See :mod:`~.saving.trial`."""
+        root = local_path(checkpoint_dir).absolute()
         trial.try_state(state, self._group())
-        trial.try_root(Path(checkpoint_dir), self._group())
+        trial.try_root(root, self._group())
+
+    def check_names(self, checkpoint_dir: str, is_planned: Callable[[int], bool]) -> None:
+        """Refuse a root in which something that this library did not write has the name of a planned save."""
+        root = local_path(checkpoint_dir).absolute()
+        collective.on_rank_zero(lambda: trial.check_names(root, is_planned), self._group())
 
     def begin_run(self, checkpoint_dir: str, *, restored_from: str | None) -> None:
-        """Lock the root, delete the leftovers of interrupted saves, and let LATEST mean the save that this run continues.
+        """Make and lock the root, delete the leftovers of interrupted saves, and let LATEST mean the save that is continued.
 
         If the run continues another save than :meth:`find_latest_checkpoint` has returned, it goes back: the saves that
         continue that one are left behind, and a mark in the root says so.
 
         Raises:
             CheckpointLockedError: another run saves there; raised on every rank.
+            CheckpointSaveError: the root can't be made or written; raised on every rank.
         """
-        source = None if restored_from is None else Path(restored_from)
+        root = local_path(checkpoint_dir).absolute()
+        source = None if restored_from is None else local_path(restored_from).absolute()
         is_latest = restored_from is not None and restored_from == self._latest_found
-        collective.on_rank_zero(
-            lambda: self._root.begin(Path(checkpoint_dir), source, is_latest=is_latest), self._group()
-        )
+        collective.on_rank_zero(lambda: self._root.begin(root, source, is_latest=is_latest), self._group())
 
     @gc_paused()
     def save(
@@ -130,16 +134,20 @@ class DistributedCheckpointer(CheckpointerBase):
         training state and, through DCP, its shard; 4. rank 0: writes ``.metadata`` and the manifest; 5. barrier; 6. rank 0:
         commits by one rename and moves the pointer; 7. barrier. With ``save_async`` the shards of 3, and 4 to 7, run in the
         background on a copy of the state. The pointer can name ``global_step_N`` directories only: a ``path`` with another
-        name is committed, and the pointer does not move. ``metrics`` go into the manifest, for retention.
+        name is committed, and the pointer does not move. ``metrics`` go into the manifest, for retention. A relative ``path``
+        is resolved at the call.
 
         Raises:
-            CheckpointSaveError: on every rank; nothing was published and earlier checkpoints are unchanged. An error of the
-                previous background save is raised before this save begins.
+            CheckpointSaveError: on every rank. Unless the message says that the checkpoint is committed, nothing was published
+                and earlier checkpoints are unchanged. An error of the previous background save is raised before this save
+                begins.
             StateNotPlainError: the state holds an object that can't be read back safely; nothing was written.
+            ConfigError: ``path`` is an address with a scheme.
+            KeyboardInterrupt: Ctrl-C; what the save had staged is deleted, unless it was committed already.
         """
         started = time.perf_counter()
         self.maybe_wait_for_async_save()
-        target = Path(path)
+        target, global_step = local_path(path).absolute(), int(operator.index(global_step))
         group = self._group()
         self._verified.forget()
         payload = collective.on_all_ranks(
@@ -150,6 +158,8 @@ class DistributedCheckpointer(CheckpointerBase):
         try:
             save = self._begin_save(target, global_step, started)
             how: SaveMode = "sync" if not save_async else "process" if self._in_process() else "thread"
+            if how == "process":
+                publication.replace_dead_save_process(group)
             payload, writer, planner = self._prepare_writer(save, payload, training_state, metrics or {}, how)
             if save_async:
                 self._start_background(payload, writer, planner, save, how)
@@ -157,7 +167,7 @@ class DistributedCheckpointer(CheckpointerBase):
                 save.report("staged")
                 self._write(payload, writer, planner, target)
                 self._publish(save)
-        except Exception as error:  # noqa: BLE001  raised again by _fail
+        except BaseException as error:  # noqa: BLE001  raised again by _fail
             self._fail(error, save, target)
 
     def _begin_save(self, target: Path, global_step: int, started: float) -> SaveInProgress:
@@ -232,7 +242,7 @@ class DistributedCheckpointer(CheckpointerBase):
                     # If the save process of one rank dies, those of the other ranks may still succeed. All must fail then.
                     collective.on_all_ranks(lambda: self._run_dcp(upload.result, target), group)
                 self._publish(save)
-            except Exception as error:  # noqa: BLE001  raised again, at the next save or wait
+            except BaseException as error:  # noqa: BLE001  raised again, at the next save or wait
                 if upload is not None:
                     publication.end_save_process()
                 self._fail(error, save, target)
@@ -251,23 +261,18 @@ class DistributedCheckpointer(CheckpointerBase):
 
     def _publish(self, save: SaveInProgress) -> None:
         group, root = self._group(), self._root
-        replaced = publication.commit(save, group)
-        root.note_durable(save)
-        publication.move_pointer_and_report(save, group)
+        replaced = publication.publish(save, root.note_committed, group)
         publication.delete_outdated(save, replaced, root.retention, root.protected, group)
-        root.note_ended(save)
+        root.note_ended()
 
-    def _fail(self, error: Exception, save: SaveInProgress | None, target: Path) -> NoReturn:
-        """Delete the staging directory and raise ``error`` as a CheckpointSaveError."""
-        if save is not None:
-            save.report("failed")
-            self._root.note_ended(save)
-            self._plans.forget()
-            if collective.rank() == 0:
-                layout.discard_staging(save.staging)
-        if isinstance(error, CheckpointSaveError):
+    def _fail(self, error: BaseException, save: SaveInProgress | None, target: Path) -> NoReturn:
+        """Conclude the save and raise ``error`` as a CheckpointSaveError; an interrupt as it is."""
+        self._root.note_ended()
+        self._plans.forget()
+        ending = "not committed" if save is None else publication.conclude(save, self._root.note_committed, error)
+        if isinstance(error, CheckpointSaveError) or not isinstance(error, Exception):
             raise error
-        raise publication.save_error(str(target), error) from error
+        raise publication.save_error(str(target), error, ending) from error
 
     def maybe_wait_for_async_save(self) -> None:
         """Wait for the background save and raise its error, on every rank.
@@ -275,12 +280,14 @@ class DistributedCheckpointer(CheckpointerBase):
         Raises:
             CheckpointSaveError: the background save failed; its step directory does not exist.
         """
-        future, self._in_flight = self._in_flight, None
+        future = self._in_flight
         if future is None:
             return
         # No collective here: all ranks already share the result of the background save, and this is also called while an
         # error ends training on one rank only.
         failure = future.exception()
+        # Only now: after an interrupt of the wait, the save is still running.
+        self._in_flight = None
         if failure is not None:
             raise failure
 
@@ -312,7 +319,7 @@ class DistributedCheckpointer(CheckpointerBase):
             CheckpointUnreadableError: it can't be read now, although it was tried again.
         """
         self.maybe_wait_for_async_save()
-        directory, group = Path(path), self._group()
+        directory, group = local_path(path), self._group()
         skeleton = extra_state_skeleton
         manifest, metadata, verified_files = self._verified.verify(
             directory, group, training_state=skeleton is not None
@@ -396,7 +403,7 @@ class DistributedCheckpointer(CheckpointerBase):
 
     def has_checkpoint(self, path: str) -> bool:
         """Return whether ``path`` is a directory."""
-        return Path(path).is_dir()
+        return local_path(path).is_dir()
 
     def find_latest_checkpoint(self, checkpoint_dir: str) -> str | None:
         """Return the newest step directory of this root's lineage that verifies; rank 0 decides for all ranks.
@@ -413,7 +420,7 @@ class DistributedCheckpointer(CheckpointerBase):
         """
         self.maybe_wait_for_async_save()
         self._latest_found = None
-        self._latest_found = find_latest(Path(checkpoint_dir), self._verified, self._group())
+        self._latest_found = find_latest(local_path(checkpoint_dir), self._verified, self._group())
         return self._latest_found
 
     def describe(self, path: str) -> dict[str, torch.Tensor | None]:
@@ -425,7 +432,7 @@ class DistributedCheckpointer(CheckpointerBase):
             CheckpointSaveError: the background save, for which this waits, failed.
         """
         self.maybe_wait_for_async_save()
-        directory = Path(path)
+        directory = local_path(path)
         # Verified first, as in a load: damage must be reported as damage, not as a different set of entries.
         _, metadata, _ = self._verified.verify(directory, self._group(), training_state=False)
         return describe_entries(metadata)
@@ -446,8 +453,16 @@ class DistributedCheckpointer(CheckpointerBase):
         return {"process_group": self._group(), "no_dist": not collective.is_distributed()}
 
     def _run_dcp(self, action: Callable[[], T], target: Path) -> T:
-        """Run a save of DCP and convert its exception, which derives from BaseException, to this library's error."""
+        """Run a save of DCP and convert its exception, which derives from BaseException, to this library's error.
+
+        Raises:
+            CheckpointSaveError: the save failed on some rank.
+            KeyboardInterrupt: DCP has caught an interrupt of this rank.
+        """
         try:
             return action()
         except CheckpointException as error:
+            interrupt = publication.own_interrupt(error)
+            if interrupt is not None:
+                raise interrupt from None
             raise publication.save_error(str(target), error) from error

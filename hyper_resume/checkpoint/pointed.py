@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from hyper_resume.checkpoint.disk import lock, operations
 from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.saving import trial
 from hyper_resume.errors import CheckpointNotFoundError, describe
+from hyper_resume.local_path import local_path
 
 
 def with_pointer(backend: CheckpointerBase) -> CheckpointerBase:
@@ -77,8 +78,13 @@ class PointedCheckpointer(CheckpointerBase):
 
     def try_save(self, checkpoint_dir: str, state: dict[str, Any]) -> None:
         """As the backend; and try to write to the root, where the pointer will be."""
+        root = local_path(checkpoint_dir).absolute()
         self._backend.try_save(checkpoint_dir, state)
-        trial.try_root(Path(checkpoint_dir), None)
+        trial.try_root(root, None)
+
+    def check_names(self, checkpoint_dir: str, is_planned: Callable[[int], bool]) -> None:
+        """As the backend."""
+        self._backend.check_names(checkpoint_dir, is_planned)
 
     def begin_run(self, checkpoint_dir: str, *, restored_from: str | None) -> None:
         """Create and lock the root, and let LATEST mean the save that this run continues.
@@ -86,12 +92,12 @@ class PointedCheckpointer(CheckpointerBase):
         Raises:
             CheckpointLockedError: another run saves there; raised on every rank.
         """
-        root = Path(checkpoint_dir)
+        root = local_path(checkpoint_dir).absolute()
+        source = None if restored_from is None else local_path(restored_from)
 
         def on_rank_zero() -> None:
             operations.make_directories(root)
             lock.acquire(root)
-            source = None if restored_from is None else Path(restored_from)
             step = None if source is None else layout.parse_step(source.name)
             if source is not None and step is not None and source.parent.resolve() == root.resolve():
                 layout.write_pointer(root, step)
@@ -103,12 +109,13 @@ class PointedCheckpointer(CheckpointerBase):
         self, path: str, state: dict[str, Any], *, global_step: int, save_async: bool = False, **options: Any
     ) -> None:
         """Let the backend save, then move the pointer; every rank calls it."""
+        target = local_path(path).absolute()
         self.maybe_wait_for_async_save()
         started = time.perf_counter()
         save = partial(self._backend.save, path, state, global_step=global_step, save_async=save_async, **options)
         # An error on one rank must be raised on all: the others would wait for it at the pointer.
         collective.on_all_ranks(save)
-        self._unfinished = (Path(path), global_step, started)
+        self._unfinished = (target, global_step, started)
         if not save_async:
             self._finish()
 
@@ -124,16 +131,24 @@ class PointedCheckpointer(CheckpointerBase):
         """Wait for the backend, and move the pointer to what it has finished; every rank calls it."""
         if self._unfinished is None:
             return
-        unfinished, self._unfinished = self._unfinished, None
-        collective.on_all_ranks(self._backend.maybe_wait_for_async_save)
-        self._unfinished = unfinished
+        try:
+            collective.on_all_ranks(self._backend.maybe_wait_for_async_save)
+        except Exception:
+            # Of an interrupt, nothing is known: the save may still end well.
+            self._unfinished = None
+            raise
         self._finish()
 
     def _finish(self) -> None:
         assert self._unfinished is not None  # a save has returned on every rank
-        (path, step, started), self._unfinished = self._unfinished, None
-        if path.name == layout.step_directory_name(step):
-            collective.on_rank_zero(lambda: _move_pointer(path.parent, step))
+        path, step, started = self._unfinished
+        try:
+            if path.name == layout.step_directory_name(step):
+                collective.on_rank_zero(lambda: _move_pointer(path.parent, step))
+        except Exception:
+            self._unfinished = None
+            raise
+        self._unfinished = None
         event = SaveEvent(
             state="durable",
             global_step=step,
@@ -151,7 +166,7 @@ class PointedCheckpointer(CheckpointerBase):
             CheckpointNotFoundError: the pointer is damaged.
         """
         self.maybe_wait_for_async_save()
-        root = Path(checkpoint_dir)
+        root = local_path(checkpoint_dir)
 
         def on_rank_zero() -> str | None:
             step, complaint = layout.read_pointer(root)

@@ -12,6 +12,7 @@ from hyper_resume.config.annotations import FieldPath, allows_null, hint_at
 from hyper_resume.config.schema import RunConfig
 from hyper_resume.config.yaml_source import Located, Problem
 from hyper_resume.errors import describe
+from hyper_resume.local_path import DO, EXPECTED, scheme_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,16 @@ def _above_zero(*names: str) -> tuple[Check, ...]:
     )
 
 
+def _local(*names: str) -> tuple[Check, ...]:
+    """A path, or a list of paths, without a scheme, for several fields."""
+
+    def holds(value: str | list[str] | None) -> bool:
+        paths = value if isinstance(value, list) else [value or ""]
+        return not any(map(scheme_of, paths))
+
+    return tuple(Check(fields=(name,), holds=holds, expected=EXPECTED, do=DO) for name in names)
+
+
 _CATCHABLE = {name for name in signal.Signals.__members__ if name not in ("SIGKILL", "SIGSTOP")}
 
 CHECKS: tuple[Check, ...] = (
@@ -68,6 +79,9 @@ CHECKS: tuple[Check, ...] = (
         expected="initial_restore_from (a step directory) only beside restore_from: LATEST",
         do="set checkpoint.restore_from to LATEST; a start from that step directory at each start is restore_from itself",
     ),
+    *_local("checkpoint.checkpoint_dir", "checkpoint.restore_from", "checkpoint.initial_restore_from"),
+    *_local("checkpoint.staging_dir", "trajectory.dir"),
+    *_local("model.pretrained_model_name_or_path", "data.paths", "data.tokenizer"),
     *_above_zero("accelerator.timeout_seconds", "optimizer.eps", "training.max_grad_norm"),
     Check(fields=("data.token_noise",), holds=lambda share: 0 <= share < 1, expected="at least 0 and below 1"),
     Check(

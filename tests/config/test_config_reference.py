@@ -41,7 +41,10 @@ def test_every_field_has_a_type_and_one_line_of_meaning() -> None:
 def test_types_ranges_and_defaults_are_those_of_the_schema() -> None:
     found = {field.path: (field.type, field.default) for block in config_reference() for field in block.fields}
     assert found["checkpoint.save_steps"] == ("a whole number; at least 0", "0")
-    assert found["checkpoint.restore_from"] == ("text or null", "null")
+    assert found["checkpoint.restore_from"] == (
+        "text or null; a path of a mounted file system, without a scheme",
+        "null",
+    )
     assert found["checkpoint.on_mismatch"] == ("one of warn, error", "warn")
     assert found["optimizer.betas"][1] == "[0.9, 0.95]"
     assert found["model.overrides"] == ("a mapping, {key: value}", "{}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.checkpoint.disk import operations
 from hyper_resume.config import CheckpointingConfig
 from hyper_resume.errors import (
@@ -117,6 +119,81 @@ def test_the_root_is_made_locked_and_empty_after_the_start(tmp_path: Path) -> No
 
     (found,) = run_ranks(_begin_elsewhere, 1, str(root))
     assert found == "CheckpointLockedError"
+
+
+def test_a_device_is_no_root() -> None:
+    with pytest.raises(CheckpointSaveError, match=r"checkpoint_dir can't be written; where: /dev/null, rank 0"):
+        CheckpointerCallback(make_custom_trainer(Path("/dev/null"))).on_train_begin()
+
+
+def _staging_is_a_file(root: Path) -> None:
+    (root / ".staging").write_text("in the way")
+
+
+def _staging_leads_to_another_file_system(root: Path) -> None:
+    elsewhere = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    (root / ".staging").symlink_to(elsewhere)
+    if elsewhere.stat().st_dev == root.stat().st_dev:
+        pytest.skip("needs two file systems")
+
+
+def _pointer_is_a_directory(root: Path) -> None:
+    (root / "latest_checkpoint_iteration.txt").mkdir()
+
+
+def _lock_is_a_directory(root: Path) -> None:
+    (root / ".writer.lock").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "found"),
+    [
+        (_staging_is_a_file, "NotADirectoryError"),
+        (_staging_leads_to_another_file_system, "Invalid cross-device link"),
+        (_pointer_is_a_directory, "a directory has the name of the pointer"),
+        (_lock_is_a_directory, "IsADirectoryError"),
+    ],
+)
+def test_whatever_would_stop_the_first_save_stops_the_run_at_its_start(
+    tmp_path: Path, obstacle: Callable[[Path], None], found: str
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    obstacle(root)
+    before = {path.name for path in root.iterdir()}
+    with pytest.raises(CheckpointSaveError, match="checkpoint_dir can't be written") as caught:
+        CheckpointerCallback(make_custom_trainer(root)).on_train_begin()
+    assert found in str(caught.value)
+    assert {path.name for path in root.iterdir()} - {".writer.lock"} == before - {".writer.lock"}
+
+
+def test_an_empty_staging_directory_that_was_there_stays(tmp_path: Path) -> None:
+    (tmp_path / ".staging").mkdir()
+    CheckpointerCallback(make_custom_trainer(tmp_path)).on_train_begin()
+    assert {path.name for path in tmp_path.iterdir()} == {".staging", ".writer.lock"}
+
+
+def _begin_run(root: str) -> str:
+    try:
+        DistributedCheckpointer().begin_run(root, restored_from=None)
+    except CheckpointSaveError as error:
+        return type(error).__name__
+    return "not locked"
+
+
+def test_the_second_of_two_runs_into_a_root_that_does_not_exist_yet_is_refused_at_its_start(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "root"
+    DistributedCheckpointer().begin_run(str(root), restored_from=None)
+    assert [path.name for path in root.iterdir()] == [".writer.lock"]
+    (found,) = run_ranks(_begin_run, 1, str(root))
+    assert found == "CheckpointLockedError"
+
+
+def test_a_backend_that_cant_make_the_root_says_so_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file", tmp_path / "file" / "root", Path("/dev/null")):
+        with pytest.raises(CheckpointSaveError, match="this run could not save: checkpoint_dir can't be written"):
+            DistributedCheckpointer().begin_run(str(root), restored_from=None)
 
 
 def _begin_elsewhere(root: str) -> str:

@@ -154,7 +154,7 @@ class Judge:
 
 
 # Part of an error that came after the commit: only the pointer is missing.
-_SAYS_PUBLISHED = "the checkpoint is complete"
+_SAYS_PUBLISHED = "the checkpoint is committed"
 # Nothing is damaged, so an error says that something could not be read.
 _LOADING = ("CheckpointUnreadableError",)
 _RIGHT_ERRORS = {

@@ -231,7 +231,9 @@ class Rank:
             report.update(error=type(error).__name__, message=str(error))
 
         def again() -> None:
-            small.save(checkpointer, root, _LATER)
+            small.save(checkpointer, root, _LATER - 1)
+            # By another one, which a save of this process that has failed must not keep out.
+            small.save(self._checkpointer(), root, _LATER)
             # What a failed save could not delete is deleted when the next run begins.
             self._checkpointer().begin_run(str(root), restored_from=str(root / f"global_step_{_LATER}"))
             found = self._checkpointer().find_latest_checkpoint(str(root))

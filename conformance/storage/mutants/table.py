@@ -107,13 +107,13 @@ _SYNCS = (
 
 _ORDER = (
     _entry(
-        "pointer-before-commit", "the pointer moves before the commit", "saving.publication:commit",
-        "lambda: layout.commit(save.staging, save.target)",
-        "lambda: (_move_pointer(save.target, save.global_step), layout.commit(save.staging, save.target))[1]",
+        "pointer-before-commit", "the pointer moves before the commit", "saving.publication:publish",
+        "        replaced = layout.commit(save.staging, save.target)\n",
+        "        _move_pointer(save.target, save.global_step)\n        replaced = layout.commit(save.staging, save.target)\n",
         "errors/next save/rename",
     ),
     _entry(
-        "durable-before-commit", "durable is said before the commit", "saving.publication:commit",
+        "durable-before-commit", "durable is said before the commit", "saving.publication:publish",
         '    save.report("written")\n', '    save.report("durable")\n', "crash/next_save",
     ),
     _entry(
@@ -124,7 +124,7 @@ _ORDER = (
     ),
     _entry(
         "staging-in-place", "a save is written under its final name", "format.layout:new_staging_directory",
-        'staging = target.parent / STAGING_NAME / f"{target.name}.{uuid.uuid4().hex[:12]}"', "staging = target",
+        'staging = target.parent / STAGING_NAME / f"{_quote(target.name)}.{uuid.uuid4().hex[:12]}"', "staging = target",
         "crash/first_save",
     ),
     _entry(
@@ -148,21 +148,12 @@ _ORDER = (
         "errors/next save/remove",
     ),
     _entry(
-        "retention-before-pointer", "retention runs before the pointer has moved",
-        "dcp:DistributedCheckpointer._publish", "        publication.move_pointer_and_report(save, group)\n"
-        "        publication.delete_outdated(save, replaced, root.retention, root.protected, group)\n",
-        "        publication.delete_outdated(save, replaced, root.retention, root.protected, group)\n"
-        "        publication.move_pointer_and_report(save, group)\n",
-        "crash/retention",
-        explanation="the new step is durable by then, and retention deletes neither it nor what the pointer names",
-    ),
-    _entry(
         "retention-takes-all", "retention keeps nothing but the new save", "history.retention:find_outdated",
         "kept |= {candidate.path.absolute() for candidate in complete[-max(1, retention.keep_last or 0) :]}", "pass",
         "errors/next save",
     ),
     _entry(
-        "commit-barrier-dropped", "rank 0 commits without waiting for the others", "saving.publication:commit",
+        "commit-barrier-dropped", "rank 0 commits without waiting for the others", "saving.publication:publish",
         "    collective.barrier(group)\n", "", "crash/next_save",
         explanation="DCP gathers every rank's write results before rank 0 writes .metadata, so all have written by then",
     ),
@@ -245,9 +236,10 @@ _ERRORS = (
         "errors/next save/write",
     ),
     _entry(
-        "commit-failure-kept-alone", "a commit that fails on rank 0 is not reported to the others", "saving.publication:commit",
-        "collective.on_rank_zero(lambda: layout.commit(save.staging, save.target), group)",
-        "layout.commit(save.staging, save.target) if collective.rank() == 0 else None", "errors/next save/rename",
+        "commit-failure-kept-alone", "a commit that fails on rank 0 is not reported to the others",
+        "saving.publication:publish",
+        "collective.on_rank_zero(on_rank_zero, group)", "on_rank_zero() if collective.rank() == 0 else None",
+        "errors/next save/rename",
     ),
     _entry(
         "pointer-failure-swallowed", "a pointer that can't be moved is no failure", "saving.publication:_move_pointer",
@@ -259,8 +251,8 @@ _ERRORS = (
         "                pass\n", "errors/background save",
     ),
     _entry(
-        "staging-left", "what a failed save staged stays", "dcp:DistributedCheckpointer._fail",
-        "                layout.discard_staging(save.staging)\n", "                pass\n", "errors/next save/write",
+        "staging-left", "what a failed save staged stays", "saving.publication:conclude",
+        "        layout.discard_staging(save.staging)\n", "        pass\n", "errors/next save/write",
     ),
     _entry(
         "sweep-dropped", "leftovers are never cleared", "format.layout:clear_leftovers", "            remove(leftover)\n",
@@ -268,7 +260,7 @@ _ERRORS = (
     ),
     _entry(
         "root-stays-taken", "after a failed save the root counts as being saved to", "saving.root:WritableRoot.note_ended",
-        "            _saving.discard(save.target.parent.absolute())", "            pass", "errors/next save",
+        "            del _saving[root]", "            pass", "errors/next save",
     ),
     _entry(
         "lineage-ignored", "LATEST goes to the highest ordinal, abandoned or not", "history.lineage:_why_not_in_lineage",
@@ -280,7 +272,7 @@ _ERRORS = (
     ),
     _entry(
         "plan-kept-after-a-failure", "what a failed save has planned and written is taken as known",
-        "dcp:DistributedCheckpointer._fail", "            self._plans.forget()\n", "            pass\n", "errors/first save",
+        "dcp:DistributedCheckpointer._fail", "        self._plans.forget()\n", "        pass\n", "errors/first save",
         "errors/next save",
     ),
     _entry(

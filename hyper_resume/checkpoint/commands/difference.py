@@ -19,6 +19,7 @@ from hyper_resume.checkpoint.format.save_id import SAVE_ID
 from hyper_resume.checkpoint.loading import file_verification
 from hyper_resume.checkpoint.loading.reading import load_entries, read_training_state
 from hyper_resume.errors import CheckpointNotFoundError, HyperResumeError, explained, printable
+from hyper_resume.local_path import local_path
 
 _BATCH_BYTES = 256 << 20
 _BATCH_ENTRIES = 500
@@ -58,10 +59,11 @@ def compare(first: str | Path, second: str | Path) -> Iterator[Difference]:
     """Yield every entry that differs, sorted by name. Tensors are read in batches, so memory stays bounded.
 
     Raises:
+        ConfigError: a path is an address with a scheme.
         CheckpointNotFoundError: one of the directories is missing or incomplete, can't be read, or was deleted meanwhile.
         CheckpointMismatchError: one of the directories is damaged.
     """
-    sides = [_open(Path(path)) for path in (first, second)]
+    sides = [_open(local_path(path)) for path in (first, second)]
     try:
         yield from _compare_entries(*sides)
         yield from _compare_training_states(*sides)

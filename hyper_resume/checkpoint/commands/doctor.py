@@ -17,6 +17,8 @@ import xxhash
 
 from hyper_resume.checkpoint.disk import lock, observing, operations
 from hyper_resume.checkpoint.format import layout
+from hyper_resume.errors import remedy
+from hyper_resume.local_path import local_path
 
 _LOW_SPACE_BYTES = 10 << 30
 _DO_READABLE = "fix the cause (permissions, a mount, the length of a name), or correct the path"
@@ -39,7 +41,7 @@ def run_checks(checkpoint_dir: Path | None) -> list[Finding]:
     """
     findings = list(_installation())
     if checkpoint_dir is not None:
-        findings += _directory(checkpoint_dir)
+        findings += _directory(local_path(checkpoint_dir))
     return findings
 
 
@@ -73,11 +75,8 @@ def _directory(checkpoint_dir: Path) -> Iterator[Finding]:
     try:
         operations.current().make_directory(trial)
     except OSError as error:
-        yield Finding(
-            kind="problem",
-            what=f"no directory can be created in {base}: {error}",
-            do="fix the permissions, or the mount",
-        )
+        do = remedy(error, "fix the cause, or use another directory")
+        yield Finding(kind="problem", what=f"no directory can be created in {base}: {error}", do=do)
         return
     try:
         for check in (_durable_files, _atomic_names, _exchange, _file_locks):
@@ -97,7 +96,8 @@ def _tried(check: Callable[[Path], Finding], trial: Path) -> Finding:
         return check(trial)
     except OSError as error:
         name = check.__name__.strip("_").replace("_", " ")
-        return Finding(kind="problem", what=f"{name}: {error}", do="use another file system for checkpoint_dir")
+        do = remedy(error, "use another file system for checkpoint_dir")
+        return Finding(kind="problem", what=f"{name}: {error}", do=do)
 
 
 def _durable_files(trial: Path) -> Finding:
@@ -165,7 +165,8 @@ def _state(checkpoint_dir: Path) -> Iterator[Finding]:
     try:
         holder = lock.describe_holder(checkpoint_dir)
     except OSError as error:
-        yield Finding(kind="problem", what=f"{lock.LOCK_NAME} can't be read: {error}", do="fix the permissions")
+        do = remedy(error, "fix the cause")
+        yield Finding(kind="problem", what=f"{lock.LOCK_NAME} can't be read: {error}", do=do)
         holder = ""
     if holder:
         yield Finding(kind="note", what=f"a run saves here now: {holder}")

@@ -21,6 +21,7 @@ from hyper_resume.checkpoint.format.metadata import read_metadata, require_compl
 from hyper_resume.checkpoint.format.save_id import SAVE_ID
 from hyper_resume.checkpoint.loading.reading import read_training_state
 from hyper_resume.errors import CheckpointNotFoundError, explained, printable
+from hyper_resume.local_path import local_path
 
 _MOST_MISSING = 1_000
 _MOST_OF_A_NAME = 200
@@ -77,10 +78,11 @@ def inspect_step_directory(path: str | Path) -> Inspection:
     """Describe the step directory ``path``.
 
     Raises:
+        ConfigError: a path is an address with a scheme.
         CheckpointNotFoundError: it is missing or incomplete, can't be read, or was deleted while it was read.
         CheckpointMismatchError: its metadata or an extra-state file can't be read.
     """
-    directory = Path(path)
+    directory = local_path(path)
     with explained("this can't be inspected", directory):
         if not directory.is_dir():
             require_complete(directory)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from hyper_resume.checkpoint.disk import observing, operations
 from hyper_resume.checkpoint.disk.lock import LOCK_NAME
 from hyper_resume.checkpoint.format import layout
+from hyper_resume.checkpoint.format.foreign import recognise
 from hyper_resume.checkpoint.format.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -39,6 +40,7 @@ from hyper_resume.errors import (
     explained,
     may_pass,
 )
+from hyper_resume.local_path import local_path
 
 _PIECE_BYTES = 1 << 20
 
@@ -93,13 +95,14 @@ def verify_path(path: str | Path, *, digests: bool = True) -> RootVerification:
         digests: read all bytes; otherwise check names and sizes only.
 
     Raises:
+        ConfigError: a path is an address with a scheme.
         CheckpointNotFoundError: ``path`` is not a directory, can't be read, or holds no step directories; or it is a step
             directory that was deleted while it was read.
     """
-    directory = Path(path)
+    directory = local_path(path)
     with explained("this can't be verified", directory):
         if not directory.is_dir():
-            raise _nothing_to_verify(directory, "a file" if directory.exists() else "no such directory")
+            raise _nothing_to_verify(directory, "no such directory")
         if _is_step_directory(directory):
             only = verify_step_directory(directory, digests=digests)
             return RootVerification(path=str(path), steps=(only,), latest=str(path) if only.is_good else None, notes=())
@@ -109,13 +112,14 @@ def verify_path(path: str | Path, *, digests: bool = True) -> RootVerification:
 
 
 def _nothing_to_verify(directory: Path, found: str) -> CheckpointNotFoundError:
+    other = recognise(directory)
     return CheckpointNotFoundError(
         describe(
             "nothing to verify",
             where=str(directory),
             expected="a step directory, or a checkpoint_dir with some",
-            found=found,
-            do="correct the path",
+            found=found if other is None else other.what,
+            do="correct the path" if other is None else other.do,
         )
     )
 

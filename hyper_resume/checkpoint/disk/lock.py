@@ -16,9 +16,12 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hyper_resume.checkpoint.disk import operations
 from hyper_resume.errors import CheckpointLockedError, CheckpointSaveError, describe, explained
 
 logger = logging.getLogger(__name__)
@@ -59,6 +62,10 @@ def _acquire(checkpoint_dir: Path, path: Path) -> None:
             os.close(descriptor)
             raise
     status = os.fstat(descriptor)
+    if not _has_name(path, status):
+        os.close(descriptor)
+        acquire(checkpoint_dir)
+        return
     _held[status.st_dev, status.st_ino] = descriptor
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(_owner()).encode() + b"\n", 0)
@@ -91,12 +98,42 @@ def _lock_exclusively(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@contextmanager
+def held(checkpoint_dir: Path) -> Iterator[None]:
+    """Hold the lock while the context lasts, and leave no lock file where there was none. For a command, not for a run.
+
+    Raises:
+        CheckpointLockedError: another process holds the lock.
+    """
+    path = checkpoint_dir / LOCK_NAME
+    is_new, was_held = not path.exists(), _is_held(path)
+    acquire(checkpoint_dir)
+    try:
+        yield
+    finally:
+        if not was_held:
+            status = os.lstat(path)
+            descriptor = _held.pop((status.st_dev, status.st_ino))
+            if is_new:
+                # Still locked: whoever has opened it meanwhile finds that it has lost its name, and makes a new one.
+                operations.current().remove(path)
+            os.close(descriptor)
+
+
 def _is_held(path: Path) -> bool:
     try:
         status = os.lstat(path)
     except FileNotFoundError:
         return False
     return (status.st_dev, status.st_ino) in _held
+
+
+def _has_name(path: Path, opened: os.stat_result) -> bool:
+    """Whether the file that was opened still has its name: a command that held its lock may have deleted it."""
+    try:
+        return os.path.samestat(os.lstat(path), opened)
+    except FileNotFoundError:
+        return False
 
 
 def _owner() -> dict[str, str | int]:

@@ -80,6 +80,8 @@ _EMBEDDED = re.compile(r"extra_state\.rank_([0-9]+)\.(.+)")
 # torch.load(weights_only=True) reads whole numbers of up to 255 bytes, sign included.
 _MAX_FILE_BYTES = 4 << 30
 _INT_BITS = 255 * 8 - 1
+# A reader takes 100, those that a save puts around a value included.
+_MAX_NESTING = 90
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, torch.Size, torch.device)
 
 
@@ -106,7 +108,7 @@ def embedded_key(rank: int) -> str:
     return f"rank_{rank}"
 
 
-def to_plain_state(value: Any, where: str = "") -> Any:
+def to_plain_state(value: Any, where: str = "", depth: int = 0) -> Any:
     """Return ``value`` as ``torch.load(weights_only=True)`` will read it back; containers are copied, tensors are not.
 
     An object that could be written but not be read back is refused here, at the save. This includes sharded tensors in a
@@ -117,18 +119,28 @@ def to_plain_state(value: Any, where: str = "") -> Any:
     Raises:
         StateNotPlainError: names the path inside the state and the type that was found.
     """
+    if depth > _MAX_NESTING:
+        raise StateNotPlainError(
+            describe(
+                "the state is nested too deep to be saved",
+                where=f"{where[:80]}...",
+                expected=f"at most {_MAX_NESTING} containers in one another, and none in itself",
+                found="more",
+                do="return a flatter state_dict() from that object",
+            )
+        )
     if type(value) in (dict, OrderedDict, Counter):
         return type(value)(
             {
                 # A short cut for text keys and tensors, which are nearly all of them.
-                key if type(key) is str else to_plain_state(key, f"{_below(where, key)} (as a key)"): item
+                key if type(key) is str else to_plain_state(key, f"{_below(where, key)} (as a key)", depth + 1): item
                 if type(item) is torch.Tensor and _is_plain_leaf(item) and not where.startswith(PAYLOAD_KEY)
-                else to_plain_state(item, _below(where, key))
+                else to_plain_state(item, _below(where, key), depth + 1)
                 for key, item in value.items()
             }
         )
     if type(value) in (list, tuple, set):
-        return type(value)(to_plain_state(item, f"{where}[{index}]") for index, item in enumerate(value))
+        return type(value)(to_plain_state(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value))
     if isinstance(value, (np.float64, np.integer, np.bool_)):
         return value.item()
     if not _is_plain_leaf(value) or (isinstance(value, DTensor) and where.startswith(f"{PAYLOAD_KEY}.")):

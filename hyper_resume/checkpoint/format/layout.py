@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import stat
 import uuid
 from pathlib import Path
 
-from hyper_resume.checkpoint.disk import observing, operations, reading
+from hyper_resume.checkpoint.disk import lock, observing, operations, reading
 from hyper_resume.checkpoint.format.lost_entries import find_lost
 from hyper_resume.checkpoint.format.manifest import METADATA_NAME, Manifest, read_manifest, verify_files
+from hyper_resume.checkpoint.format.ownership import why_not_ours
 from hyper_resume.errors import CheckpointMismatchError, CheckpointSaveError, CheckpointUnreadableError, describe
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,18 @@ _STEP_DIRECTORY = re.compile(r"global_step_(0|[1-9][0-9]*)")
 # No training run needs more than 18 digits. The limit keeps a damaged pointer from giving a file name that is too long.
 _POINTER = re.compile(rb"[0-9]{1,18}")
 _MAX_POINTER_BYTES = 64
+MAX_STEP = 10**18 - 1
+"""The largest step that the pointer can name."""
+RESERVED_NAMES = frozenset({POINTER_NAME, STAGING_NAME, TRASH_NAME, lock.LOCK_NAME, "..", ""})
+"""Names that no step directory can have."""
+
+# The name of a staging directory, of an earlier copy that was moved aside, of a pointer that is being written, and of a
+# directory that is being deleted. Nothing else below ``.staging`` and ``.trash`` is this library's.
+_OWN_LEFTOVER = re.compile(rf".+\.[0-9a-f]{{12}}(?:{re.escape(_REPLACED_SUFFIX)})?", re.DOTALL)
+# The save id begins with the name of the step directory. These characters of it are written as % and two digits, so that the
+# id is a text that every file of a save can hold and that no log or terminal takes for a command.
+_QUOTED = re.compile(r"[%\x00-\x1f\x7f\ud800-\udfff]")
+_QUOTES = re.compile(rb"%([0-9A-F]{2})")
 
 # Staging directories of running saves of this process, which are not leftovers.
 _in_progress: set[Path] = set()
@@ -84,7 +98,12 @@ def final_path_of(directory: Path) -> Path:
     """Return the final path of a directory below ``.staging``; any other path unchanged."""
     if directory.parent.name != STAGING_NAME:
         return directory
-    return directory.parent.parent / directory.name.removesuffix(_REPLACED_SUFFIX).rpartition(".")[0]
+    quoted = os.fsencode(directory.name.removesuffix(_REPLACED_SUFFIX).rpartition(".")[0])
+    return directory.parent.parent / os.fsdecode(_QUOTES.sub(lambda found: bytes.fromhex(found[1].decode()), quoted))
+
+
+def _quote(name: str) -> str:
+    return _QUOTED.sub(lambda found: "".join(f"%{byte:02X}" for byte in os.fsencode(found[0])), name)
 
 
 def why_incomplete(directory: Path) -> str:
@@ -144,7 +163,7 @@ def read_pointer(checkpoint_dir: Path) -> tuple[int | None, str]:
 
 def new_staging_directory(target: Path) -> Path:
     """Create and return an empty staging directory for one save to ``target``."""
-    staging = target.parent / STAGING_NAME / f"{target.name}.{uuid.uuid4().hex[:12]}"
+    staging = target.parent / STAGING_NAME / f"{_quote(target.name)}.{uuid.uuid4().hex[:12]}"
     operations.make_directories(staging.parent)
     _in_progress.add(staging.absolute())
     try:
@@ -158,10 +177,10 @@ def new_staging_directory(target: Path) -> Path:
 def clear_leftovers(checkpoint_dir: Path) -> None:
     """Delete the leftovers of interrupted saves and deletions. Call it before a run's first save, with the root locked.
 
-    A complete step directory that a save moved to ``.staging`` and never replaced is moved back. Everything else below
-    ``.staging`` and ``.trash`` is deleted.
+    A complete step directory that a save moved to ``.staging`` and never replaced is moved back. Every other name below
+    ``.staging`` and ``.trash`` that this library gives is deleted; what has another name is somebody else's.
     """
-    for leftover in _entries(checkpoint_dir / STAGING_NAME):
+    for leftover in own_leftovers(checkpoint_dir / STAGING_NAME):
         if leftover.absolute() in _in_progress:
             continue
         target = final_path_of(leftover)
@@ -175,7 +194,7 @@ def clear_leftovers(checkpoint_dir: Path) -> None:
             logger.warning("moving %s back: the save that was to replace it did not finish", target)
             operations.current().rename(leftover, target)
             operations.current().sync_directory(checkpoint_dir)
-    for leftover in _entries(checkpoint_dir / TRASH_NAME):
+    for leftover in own_leftovers(checkpoint_dir / TRASH_NAME):
         remove(leftover)
 
 
@@ -184,6 +203,11 @@ def _why_kept_aside(leftover: Path) -> str:
         return why_incomplete(leftover)
     except CheckpointUnreadableError as error:
         return f"can't be read now: {error}"
+
+
+def own_leftovers(directory: Path) -> list[Path]:
+    """Return what saves and deletions have left in ``.staging`` or ``.trash``, or are still working on."""
+    return [entry for entry in _entries(directory) if _OWN_LEFTOVER.fullmatch(entry.name)]
 
 
 def _entries(directory: Path) -> list[Path]:
@@ -219,6 +243,8 @@ def commit(staging: Path, target: Path) -> Path | None:
     under the name at any moment. If the file system can't exchange names, the earlier copy is moved to ``.staging`` first. A
     crash between the two renames leaves both copies there, and :func:`clear_leftovers` moves the earlier one back.
 
+    A ``target`` that this library did not write is left alone: see :mod:`~hyper_resume.checkpoint.format.ownership`.
+
     If the last sync fails, the renames are undone: a save that reports a failure has published nothing, and the earlier copy,
     which is known to be durable, has its name back.
 
@@ -227,8 +253,10 @@ def commit(staging: Path, target: Path) -> Path | None:
 
     Raises:
         OSError: the save was not committed.
-        CheckpointSaveError: the save was committed, perhaps not durably, and the commit could not be undone.
+        CheckpointSaveError: somebody else has taken the name, and the save was not committed; or it was committed, perhaps not
+            durably, and the commit could not be undone.
     """
+    refuse_taken_name(target)
     disk = operations.current()
     for directory in (*sorted(entry for entry in staging.rglob("*") if entry.is_dir()), staging):
         disk.sync_directory(directory)
@@ -239,11 +267,13 @@ def commit(staging: Path, target: Path) -> Path | None:
         replaced = staging
     else:
         replaced = staging.with_name(f"{staging.name}{_REPLACED_SUFFIX}")
-        disk.rename(target, replaced)
         try:
+            disk.rename(target, replaced)
             disk.rename(staging, target)
-        except OSError:
-            disk.rename(replaced, target)
+        except BaseException:
+            # An interrupt may come between the two, too.
+            if replaced.exists() and not target.exists():
+                disk.rename(replaced, target)
             raise
     try:
         disk.sync_directory(target.parent)
@@ -257,10 +287,29 @@ def commit(staging: Path, target: Path) -> Path | None:
     return replaced
 
 
+def refuse_taken_name(target: Path) -> None:
+    """Refuse to save under a name that is taken by what this library did not write.
+
+    Raises:
+        CheckpointSaveError: says what is there.
+    """
+    reason = why_not_ours(target)
+    if reason:
+        raise CheckpointSaveError(
+            describe(
+                "a save would replace what this library did not write",
+                where=str(target),
+                expected="nothing of this name, or an earlier save with its own files only",
+                found=reason,
+                do="move it away, or set another checkpoint.checkpoint_dir",
+            )
+        )
+
+
 def _unknown_durability_error(target: Path, error: OSError) -> CheckpointSaveError:
     return CheckpointSaveError(
         describe(
-            "the checkpoint is complete, but it may not survive a power cut, and the commit could not be undone",
+            "the checkpoint is committed, but it may not survive a power cut, and the commit could not be undone",
             where=str(target),
             found=f"{type(error).__name__}: {error}",
             do="fix the file system; the pointer was not moved to it",

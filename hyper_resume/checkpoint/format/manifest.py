@@ -99,10 +99,10 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the file's bytes. Equal manifests give equal bytes.
+    """Return the file's bytes. Equal manifests give equal bytes. They are read back here: a save that can't be read is none.
 
     Raises:
-        ValueError: a number is not finite; :func:`decode` would refuse the file.
+        ValueError: :func:`decode` would refuse the file (a number that is not finite, a text that is too long); says why.
     """
     content = {
         "format": FORMAT,
@@ -115,7 +115,26 @@ def encode(manifest: Manifest) -> bytes:
     whole = {**content, "digest": _own_digest(content)}
     # One value per line for human readers. With a thousand ranks nobody reads it, and the indentation takes most of the time.
     indent = 1 if manifest.world_size <= _MAX_RANKS_IN_LINES else None
-    return json.dumps(whole, indent=indent, sort_keys=True, allow_nan=False).encode() + b"\n"
+    encoded = json.dumps(whole, indent=indent, sort_keys=True, allow_nan=False).encode() + b"\n"
+    _decode(_parse(encoded))
+    return encoded
+
+
+def can_hold(run: Any) -> bool:
+    """Whether a manifest with this description of a run could be read again."""
+    try:
+        canonical = json.dumps(run, sort_keys=True)
+        read = JsonObject({"run": json.loads(canonical)}).plain("run")
+        # They differ where a key is no text, which JSON makes one.
+        return json.dumps(read, sort_keys=True) == canonical
+    except (ValueError, TypeError, RecursionError):
+        return False
+
+
+def _parse(content: bytes) -> Any:
+    if len(content) > _MAX_BYTES:
+        raise JsonFormatError(f"{len(content)} bytes; at most {_MAX_BYTES} are read")
+    return parse_json(content)
 
 
 def _own_digest(content: Mapping[str, Any]) -> str:
@@ -134,9 +153,7 @@ def decode(content: bytes, where: str) -> Manifest:
         CheckpointMismatchError: damaged, not a manifest, or of a newer version.
     """
     try:
-        if len(content) > _MAX_BYTES:
-            raise JsonFormatError(f"{len(content)} bytes; at most {_MAX_BYTES} are read")
-        return _decode(parse_json(content))
+        return _decode(_parse(content))
     except (JsonFormatError, RecursionError) as error:
         is_other = isinstance(error, _OtherVersion)
         raise CheckpointMismatchError(

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hyper_resume.checkpoint.disk import operations, reading
-from hyper_resume.checkpoint.format import index, layout
+from hyper_resume.checkpoint.format import foreign, index, layout
 from hyper_resume.checkpoint.format.index import INDEX_NAME
 from hyper_resume.checkpoint.format.manifest import METADATA_NAME, Manifest
 from hyper_resume.checkpoint.parsing import safe_load
@@ -40,16 +40,19 @@ def require_complete(directory: Path) -> None:
     """
     incomplete = layout.why_incomplete(directory)
     if incomplete:
-        root_hint = (directory / layout.POINTER_NAME).exists()
+        found = "no such directory" if not directory.is_dir() else incomplete
+        do = "name a complete global_step_N directory"
+        if (directory / layout.POINTER_NAME).exists():
+            do = "name one global_step_N of this directory, or use LATEST with checkpoint.checkpoint_dir"
+        elif other := foreign.recognise(directory):
+            found, do = other.what, other.do
         raise CheckpointNotFoundError(
             describe(
                 "not a complete checkpoint",
                 where=str(directory),
                 expected=f"a step directory with its {METADATA_NAME}",
-                found="no such directory" if not directory.is_dir() else incomplete,
-                do="name one global_step_N of this directory, or use LATEST with checkpoint.checkpoint_dir"
-                if root_hint
-                else "name a complete global_step_N directory",
+                found=found,
+                do=do,
             )
         )
 

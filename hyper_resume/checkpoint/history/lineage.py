@@ -25,9 +25,11 @@ from hyper_resume.checkpoint.format.manifest import (
 )
 from hyper_resume.checkpoint.history import going_back
 from hyper_resume.checkpoint.parsing import safe_load
+from hyper_resume.checkpoint.parsing.strict_json import MAX_INTEGER
 from hyper_resume.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointSaveError,
     CheckpointUnreadableError,
     describe,
     explained,
@@ -356,15 +358,29 @@ def next_ordinal(checkpoint_dir: Path) -> int:
 
     Raises:
         CheckpointUnreadableError: a manifest can't be read now, so its ordinal is not known.
+        CheckpointSaveError: there is none that a manifest can hold. No run saves that often: somebody has made the file.
     """
-    ordinals = [0]
+    ordinals = [(0, checkpoint_dir)]
     for candidate in list_candidates(checkpoint_dir):
         if not candidate.is_readable:
             raise CheckpointUnreadableError(candidate.complaint)
         if candidate.manifest is not None:
-            ordinals.append(candidate.manifest.ordinal)
+            ordinals.append((candidate.manifest.ordinal, candidate.path / MANIFEST_NAME))
     mark, _ = going_back.read(checkpoint_dir)
-    return max([*ordinals, *([mark.ordinal] if mark else [])]) + 1
+    if mark is not None:
+        ordinals.append((mark.ordinal, checkpoint_dir / layout.WENT_BACK_NAME))
+    highest, where = max(ordinals)
+    if highest >= MAX_INTEGER:
+        raise CheckpointSaveError(
+            describe(
+                "no save can come after one in this checkpoint_dir",
+                where=str(where),
+                expected=f"an ordinal below {MAX_INTEGER}",
+                found=str(highest),
+                do="move it away, and find out who made it",
+            )
+        )
+    return highest + 1
 
 
 def go_back(checkpoint_dir: Path, source: Manifest, ordinal: int) -> None:

@@ -24,7 +24,13 @@ from hyper_resume.checkpoint.loading.entry_reader import EntryReader, ReadResult
 from hyper_resume.checkpoint.loading.resharding import parts_from_plain, reshard
 from hyper_resume.checkpoint.loading.same_save import refuse_mixed_saves
 from hyper_resume.checkpoint.parsing import safe_load
-from hyper_resume.errors import CheckpointMismatchError, HyperResumeError, describe
+from hyper_resume.errors import (
+    CheckpointMismatchError,
+    HyperResumeError,
+    describe,
+    insufficient_memory_error,
+    is_lack_of_memory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +62,8 @@ def load_entries(
     except HyperResumeError:
         raise
     except Exception as error:
+        if is_lack_of_memory(error):
+            raise insufficient_memory_error(str(directory), error) from error
         raise CheckpointMismatchError(
             describe(
                 "the checkpoint can't be read",

@@ -21,7 +21,13 @@ from hyper_resume.checkpoint.parsing.metadata_pickle import MetadataPickle
 from hyper_resume.checkpoint.parsing.metadata_structure import check_structure, path_complaint
 from hyper_resume.checkpoint.parsing.pickle_subset import PickleRefused, shorten
 from hyper_resume.checkpoint.parsing.plain_pickle import PlainPickle
-from hyper_resume.errors import CheckpointMismatchError, describe, may_pass
+from hyper_resume.errors import (
+    CheckpointMismatchError,
+    describe,
+    insufficient_memory_error,
+    is_lack_of_memory,
+    may_pass,
+)
 
 MAX_METADATA_BYTES = 256 << 20
 """Largest pickle that is read, in bytes; enough for about 3 million chunks."""
@@ -47,7 +53,9 @@ def load_metadata(content: bytes, where: str) -> Metadata:
             raise PickleRefused(f"{len(content)} bytes; at most {MAX_METADATA_BYTES} are read")
         metadata: Metadata = MetadataPickle(content).read()
         check_structure(metadata)
-    except (PickleRefused, MemoryError) as error:
+    except MemoryError as error:
+        raise insufficient_memory_error(where, error) from error
+    except PickleRefused as error:
         raise CheckpointMismatchError(
             describe(
                 "the checkpoint's metadata can't be read",
@@ -125,6 +133,8 @@ def load_plain(content: bytes | bytearray | memoryview | BinaryIO, where: str) -
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
+        if is_lack_of_memory(error):
+            raise insufficient_memory_error(where, error) from error
         if may_pass(error):
             raise
         raise CheckpointMismatchError(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 # No number in this library's files is larger; Python would accept integers of any length.
-_MAX_INTEGER = 1 << 62
+MAX_INTEGER = 1 << 62
 MAX_TEXT = 4096
 """The longest text and the longest key, in characters; no name that this library or torch writes is as long."""
 _MAX_DEPTH = 16
@@ -72,7 +72,7 @@ class JsonObject:
             raise JsonFormatError(f"{self._path(key)}: not a valid text: {found[:80]!r}")
         return str(found)
 
-    def integer(self, key: str, *, least: int | None = None, most: int = _MAX_INTEGER) -> int:
+    def integer(self, key: str, *, least: int | None = None, most: int = MAX_INTEGER) -> int:
         """Return an integer of at most ``most`` (2**62 by default) and at least ``least``."""
         found: int = self._get(key, int)
         if abs(found) > most or (least is not None and found < least):
@@ -137,5 +137,5 @@ def _is_limited(value: Any) -> bool:
     if isinstance(value, str):
         return len(value) <= MAX_TEXT
     return not isinstance(value, (int, float)) or (
-        math.isfinite(value) if type(value) is float else abs(value) <= _MAX_INTEGER
+        math.isfinite(value) if type(value) is float else abs(value) <= MAX_INTEGER
     )

@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hyper_resume import collective
 from hyper_resume.checkpoint.disk import lock, operations
 from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.history import lineage
 from hyper_resume.checkpoint.history.lineage import Ancestors
 from hyper_resume.checkpoint.history.retention import Retention
-from hyper_resume.checkpoint.saving.publication import SaveInProgress
-from hyper_resume.errors import CheckpointSaveError, describe, explained
+from hyper_resume.checkpoint.saving.publication import SaveInProgress, unwritable_root_error
+from hyper_resume.errors import CheckpointSaveError, HyperResumeError, describe
 
-# Roots with a running save of this process. The file lock keeps other processes out; this keeps a second save of this one out.
-_saving: set[Path] = set()
+# Root -> who saves there now. The file lock keeps other processes out; this keeps a second save of this process out.
+_saving: dict[Path, WritableRoot] = {}
 # A forked child has none of its parent's threads, so these saves do not run in it.
 os.register_at_fork(after_in_child=_saving.clear)
 
 
 class WritableRoot:
-    """The root of one checkpointer. It is locked at the start of a run if it exists, otherwise at the first save.
+    """The root of one checkpointer. It is made and locked at the start of a run, or at the first save of one without a start.
 
     There is one root at a time. A save to another root replaces it.
     """
@@ -43,7 +42,7 @@ class WritableRoot:
         return () if self._source is None else (self._source,)
 
     def begin(self, root: Path, source: Path | None, *, is_latest: bool = False) -> None:
-        """Begin a run that continues ``source`` (None: from scratch). Locks the root if it exists.
+        """Begin a run that continues ``source`` (None: from scratch). Makes the root and locks it.
 
         Args:
             root: where the run will save.
@@ -52,19 +51,26 @@ class WritableRoot:
 
         Raises:
             CheckpointLockedError: another process saves there.
-            CheckpointSaveError: the root can't be read or written.
+            CheckpointSaveError: the root can't be made, read or written, or an ordinal in it is too large for a save after it.
             CheckpointUnreadableError: what decides the order of saves can't be read now.
         """
         self._is_latest = is_latest
         # A source below .staging is moved back to its final path when leftovers are cleared.
-        self._begun = (root.absolute(), None if source is None else layout.final_path_of(source))
+        self._begun = (root.absolute(), None if source is None else layout.final_path_of(source.absolute()))
         self._root = None
-        with explained("checkpoint_dir can't be written", root, kind=CheckpointSaveError):
-            if root.is_dir():
-                self._take(root)
+        try:
+            self._take(root)
+        except HyperResumeError:
+            raise
+        except OSError as error:
+            raise unwritable_root_error(root, error) from error
 
     def _take(self, root: Path) -> None:
+        operations.make_directories(root)
+        # For each save: a forked process does not inherit the lock, and the root may have been deleted and created again.
         lock.acquire(root)
+        if self._root == root.absolute():
+            return
         layout.clear_leftovers(root)
         self._root = root.absolute()
         self._ordinal = lineage.next_ordinal(root)
@@ -93,12 +99,16 @@ class WritableRoot:
     def new_save(self, target: Path, global_step: int) -> SaveInProgress:
         """Create a staging directory for a save to ``target``, and return the save with its ancestors.
 
+        The last save of this checkpointer has ended, however it ended: ``save`` waits for it.
+
         Raises:
             CheckpointLockedError: another process saves there.
-            CheckpointSaveError: another save of this process to this root is still running.
+            CheckpointSaveError: another save of this process to this root is still running; or ``target`` is no name for a save
+                of this step, or is taken by what this library did not write.
         """
         root = target.parent
-        if root.absolute() in _saving:
+        _check_target(target, global_step)
+        if _saving.get(root.absolute(), self) is not self:
             raise CheckpointSaveError(
                 describe(
                     "two saves into one checkpoint_dir at a time",
@@ -108,28 +118,49 @@ class WritableRoot:
                     do="wait for it (maybe_wait_for_async_save of the checkpointer that started it)",
                 )
             )
-        operations.make_directories(root)
-        # For each save: a forked process does not inherit the lock, and the root may have been deleted and created again.
-        lock.acquire(root)
-        if self._root != root.absolute():
-            self._take(root)
-        save = SaveInProgress(
+        self._take(root)
+        _saving[root.absolute()] = self
+        return SaveInProgress(
             staging=layout.new_staging_directory(target),
             target=target,
             global_step=global_step,
             ordinal=self._ordinal,
             ancestors=self._ancestors,
         )
-        _saving.add(root.absolute())
-        return save
 
-    def note_durable(self, save: SaveInProgress) -> None:
-        """Record that the save is durable, so that the next save continues it. Only rank 0 keeps this."""
-        if collective.rank() == 0:
+    def note_committed(self, save: SaveInProgress) -> None:
+        """Record that the save is committed, so that the next save continues it; once for each save, on rank 0."""
+        if self._ordinal == save.ordinal:
             self._ordinal += 1
             self._ancestors = lineage.extend_ancestors(self._ancestors, save.global_step, save.save_id)
 
-    def note_ended(self, save: SaveInProgress) -> None:
-        """Record that the save has ended, so that another one may begin."""
-        if collective.rank() == 0:
-            _saving.discard(save.target.parent.absolute())
+    def note_ended(self) -> None:
+        """Record that the save of this checkpointer has ended, so that another checkpointer's may begin."""
+        for root in [root for root, saving in _saving.items() if saving is self]:
+            del _saving[root]
+
+
+def _check_target(target: Path, global_step: int) -> None:
+    """Refuse a name under which a save could not be found or loaded again.
+
+    Raises:
+        CheckpointSaveError: says why.
+    """
+    layout.refuse_taken_name(target)
+    complaint = ""
+    if not 0 <= global_step <= layout.MAX_STEP:
+        complaint = f"global_step {global_step}"
+    elif target.name in layout.RESERVED_NAMES:
+        complaint = f"the name {target.name!r}, which this library uses for something else"
+    elif layout.parse_step(target.name) not in (None, global_step):
+        complaint = f"global_step {global_step} under the name of another step"
+    if complaint:
+        raise CheckpointSaveError(
+            describe(
+                "a save that could not be loaded again",
+                where=str(target),
+                expected=f"a step from 0 to {layout.MAX_STEP}, in global_step_N of this step or under a name of your own",
+                found=complaint,
+                do="save to checkpoint_dir/global_step_N, with global_step N",
+            )
+        )

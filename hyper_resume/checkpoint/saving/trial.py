@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,9 @@ import torch.distributed as dist
 from hyper_resume import collective
 from hyper_resume.checkpoint.disk import lock, operations
 from hyper_resume.checkpoint.format import extra_state, layout
-from hyper_resume.checkpoint.saving.publication import add_save_identity
+from hyper_resume.checkpoint.saving.publication import add_save_identity, unwritable_root_error
 from hyper_resume.checkpoint.tensors.flattening import flatten
-from hyper_resume.errors import CheckpointSaveError, HyperResumeError, describe
+from hyper_resume.errors import HyperResumeError
 
 _PREFIX = ".trial."
 _DIGITS = 12
@@ -29,22 +32,41 @@ def try_state(state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     collective.on_all_ranks(lambda: flatten(extra_state.to_plain_state(add_save_identity(state, 0))), group)
 
 
-def try_root(root: Path, group: dist.ProcessGroup | None) -> None:
-    """Create and lock the root, and let every rank write a file below it, which is deleted again.
+def check_names(root: Path, is_planned: Callable[[int], bool]) -> None:
+    """Refuse what no save wrote where this run plans to save; on rank 0, before anything is made.
 
-    1. rank 0: creates the root, takes its lock, and creates a directory there; 2. every rank: writes a file to it and syncs it;
-    3. rank 0: deletes the directory.
+    Raises:
+        CheckpointSaveError: names the first such step.
+    """
+    entries = sorted(root.iterdir()) if root.is_dir() else []
+    steps = sorted((step, entry) for entry in entries if (step := layout.parse_step(entry.name)) is not None)
+    for step, entry in steps:
+        if is_planned(step):
+            layout.refuse_taken_name(entry)
+
+
+def try_root(root: Path, group: dist.ProcessGroup | None) -> None:
+    """Do at the start what a save does below ``root``, on every rank; nothing is left but the root and its lock.
+
+    1. rank 0: creates the root, takes its lock, and creates a directory in ``.staging``; 2. every rank: writes a file to it
+    and syncs it; 3. rank 0: renames the directory into the root, syncs the root, and deletes the directory.
 
     Raises:
         CheckpointLockedError: another run saves there; on every rank.
-        CheckpointSaveError: a rank can't write there; on every rank.
+        CheckpointSaveError: a rank can't write there, or a name that a save needs is taken; on every rank.
     """
+    had_staging = (root / layout.STAGING_NAME).exists()
     folder = collective.on_rank_zero(lambda: _explained(root, lambda: _make(root)), group)
     try:
         collective.on_all_ranks(lambda: _explained(root, lambda: _write(folder)), group)
+        collective.on_rank_zero(lambda: _explained(root, lambda: _move(folder, root)), group)
     finally:
         if collective.rank() == 0:
             layout.remove(folder)
+            layout.remove(root / folder.name)
+            if not had_staging:
+                with contextlib.suppress(OSError):
+                    operations.current().remove_directory(folder.parent)
 
 
 def _make(root: Path) -> Path:
@@ -53,7 +75,7 @@ def _make(root: Path) -> Path:
     # Left by a run that was killed here; the lock is this run's. Another name with this beginning is somebody else's.
     for left in root.glob(f"{_PREFIX}{'[0-9a-f]' * _DIGITS}"):
         layout.remove(left)
-    folder = root / f"{_PREFIX}{uuid.uuid4().hex[:_DIGITS]}"
+    folder = root / layout.STAGING_NAME / f"{_PREFIX}{uuid.uuid4().hex[:_DIGITS]}"
     operations.make_directories(folder)
     return folder
 
@@ -64,20 +86,19 @@ def _write(folder: Path) -> Path:
     return path
 
 
-def _explained(root: Path, action: Any) -> Path:
+def _move(folder: Path, root: Path) -> Path:
+    operations.current().rename(folder, root / folder.name)
+    operations.current().sync_directory(root)
+    pointer = root / layout.POINTER_NAME
+    if pointer.is_dir() and not pointer.is_symlink():
+        raise IsADirectoryError(errno.EISDIR, "a directory has the name of the pointer", str(pointer))
+    return root
+
+
+def _explained(root: Path, action: Callable[[], Path]) -> Path:
     try:
-        path: Path = action()
-    except HyperResumeError:
-        raise
+        return action()
     except OSError as error:
-        raise CheckpointSaveError(
-            describe(
-                "this run could not save: checkpoint_dir can't be written",
-                where=f"{root}, rank {collective.rank()}",
-                expected="a directory, on storage that all ranks share, where each rank can create files",
-                found=f"{type(error).__name__}: {error}",
-                do="fix the cause (disk space, permissions, a mount), set another checkpoint.checkpoint_dir, or set "
-                "checkpoint.save_ckpt=false",
-            )
-        ) from error
-    return path
+        if isinstance(error, HyperResumeError):
+            raise
+        raise unwritable_root_error(root, error) from error

@@ -20,6 +20,7 @@ from hyper_resume.checkpoint.format.extra_state import MESH, PAYLOAD_KEY, RUN, U
 from hyper_resume.checkpoint.pointed import with_pointer
 from hyper_resume.config import CheckpointingConfig, reserved_fields_set
 from hyper_resume.errors import CheckpointNotFoundError, CheckpointSaveError
+from hyper_resume.local_path import working_directory
 from hyper_resume.parallel.replicas import check_replicas
 from hyper_resume.state.certificate import Certificate
 from hyper_resume.state.optimizer import flatten_optimizers
@@ -38,6 +39,7 @@ from hyper_resume.trainer.payload import (
     names_in,
     tensors_in,
 )
+from hyper_resume.trainer.planned_saves import planned_saves
 from hyper_resume.trainer.records import SaveRecords, store_certificate
 from hyper_resume.trainer.requirements import as_config, copy_counters, metrics_of, require_attributes, require_counters
 from hyper_resume.trainer.restore import refusal, restore
@@ -78,6 +80,8 @@ class CheckpointerCallback(Callback):
         super().__init__(trainer)
         require_attributes(trainer)
         self.config: CheckpointingConfig = as_config(trainer.config.checkpoint)
+        # A relative checkpoint_dir is below it, wherever the training changes to.
+        self._working_directory = working_directory()
         self.checkpointer = build_backend(self.config, build_checkpointer)
         self._storage.add_listener(self._note_durable)
         self.last_saved: str | None = None
@@ -124,7 +128,7 @@ class CheckpointerCallback(Callback):
         path, certificate = self._restore()
         if self.config.save_ckpt:
             self._try_save()
-            self._storage.begin_run(self.config.checkpoint_dir, restored_from=self._continued(path))
+            self._storage.begin_run(str(self._root), restored_from=self._continued(path))
             collective.on_all_ranks(self._uncovered.begin)
             self._schedule_order.begin()
         if certificate is not None:
@@ -242,12 +246,14 @@ class CheckpointerCallback(Callback):
         """Collect the state once and check it, and write to the root: what would fail at the first save fails now.
 
         Raises:
-            CheckpointSaveError, StateNotPlainError, ReplicaMismatchError, UnsupportedError: as a save; on every rank.
+            CheckpointSaveError, StateNotPlainError, ReplicaMismatchError, UnsupportedError: as a save; on every rank. A name
+                that a later save needs is taken by what no save wrote.
         """
+        self._storage.check_names(str(self._root), planned_saves(self.trainer, self.config, self._state))
         first = first_optimizer_states(self.trainer, self.config)
         payload = collective.on_all_ranks(lambda: collect_for_trial(self.trainer, self.config, self._state, first))
         check_replicas(tensors_in({name: part for name, part in payload.items() if name != PAYLOAD_KEY}))
-        self._storage.try_save(self.config.checkpoint_dir, payload)
+        self._storage.try_save(str(self._root), payload)
 
     def _save_checkpoint(self, *, force_sync: bool = False) -> None:
         state, config, directory = self._state, self.config, self._directory()
@@ -290,7 +296,13 @@ class CheckpointerCallback(Callback):
         return found
 
     def _directory(self) -> Path:
-        return Path(self.config.checkpoint_dir) / f"global_step_{self._state.global_step}"
+        return self._root / f"global_step_{self._state.global_step}"
+
+    @property
+    def _root(self) -> Path:
+        # In messages as it was written, while that leads there.
+        written = Path(self.config.checkpoint_dir)
+        return written if working_directory() == self._working_directory else self._working_directory / written
 
     def _note_durable(self, event: SaveEvent) -> None:
         if event.state == "durable":
@@ -306,7 +318,7 @@ class CheckpointerCallback(Callback):
         """
         for left in reversed(range(_MAX_LOOKS)):
             path = self._resolve_restore_path()
-            notice_other_runs(self.config, self._continued(path))
+            notice_other_runs(self.config, self._root, self._continued(path))
             try:
                 return path, None if path is None else self._load_checkpoint(path)
             except CheckpointNotFoundError:
@@ -357,11 +369,11 @@ class CheckpointerCallback(Callback):
         if collective.rank() != 0:
             return
         logger.info("Restore certificate of %s:\n  %s", certificate.path, "\n  ".join(certificate.lines()))
-        directories = [Path(self.config.checkpoint_dir)] if self.config.save_ckpt else []
+        directories = [self._root] if self.config.save_ckpt else []
         store_certificate(certificate, [*directories, *([self._records] if self._records else [])])
 
     def _resolve_restore_path(self) -> str | None:
-        return find_restore_path(self.config, self._storage)
+        return find_restore_path(self.config, self._root, self._storage)
 
 
 def _in_short(config: CheckpointingConfig) -> str:
@@ -377,4 +389,4 @@ def _in_short(config: CheckpointingConfig) -> str:
 
 def _trajectory_directory(trainer: Any) -> Path | None:
     directory = getattr(getattr(trainer.config, "trajectory", None), "dir", None)
-    return None if directory is None else Path(directory)
+    return None if directory is None else working_directory() / directory

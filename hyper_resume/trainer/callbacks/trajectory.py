@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from hyper_resume import collective
 from hyper_resume.digest import digest_state
+from hyper_resume.local_path import working_directory
 from hyper_resume.state.model import collect_model
 from hyper_resume.state.optimizer import collect_optimizers, flatten_optimizers
 from hyper_resume.state.rng import collect_rng
@@ -28,7 +28,7 @@ class TrajectoryCallback(Callback):
         """Open nothing yet: the first record creates directory and file, so a run that can't start leaves neither."""
         super().__init__(trainer)
         self._prepared = False
-        self._path = Path(directory) / f"trajectory_rank_{collective.rank()}.jsonl"
+        self._path = working_directory() / directory / f"trajectory_rank_{collective.rank()}.jsonl"
         self._digests = digests
 
     def on_step_end(self, state: TrainerState | None = None, **kwargs: Any) -> None:

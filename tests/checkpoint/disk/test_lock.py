@@ -226,6 +226,40 @@ def test_a_worker_that_outlives_a_killed_run_does_not_keep_the_root(tmp_path: Pa
     process.stdout.close()
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_lock_that_is_held_for_a_while_leaves_a_file_only_where_there_was_one(tmp_path: Path, is_there: bool) -> None:
+    if is_there:
+        (tmp_path / ".writer.lock").write_text("of an earlier run\n")
+    with lock.held(tmp_path):
+        assert refused_elsewhere(tmp_path)
+    assert (tmp_path / ".writer.lock").exists() == is_there
+    if is_there:
+        assert not refused_elsewhere(tmp_path)
+    save(tmp_path, 1, 1.0)
+    with lock.held(tmp_path):
+        pass
+    assert refused_elsewhere(tmp_path), "what a run holds is not given away"
+
+
+def test_a_lock_file_that_lost_its_name_before_it_was_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command deletes the file between this process's open and its lock; a third process would make another one."""
+    lock_it, calls = lock.fcntl.flock, []
+
+    def flock(descriptor: int, operation: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            (tmp_path / ".writer.lock").unlink()
+        lock_it(descriptor, operation)
+
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    lock.acquire(tmp_path)
+    monkeypatch.undo()
+    assert len(calls) == 2
+    assert refused_elsewhere(tmp_path)
+
+
 def test_a_root_that_was_made_anew_is_taken_anew(tmp_path: Path) -> None:
     root = tmp_path / "root"
     checkpointer = DistributedCheckpointer()

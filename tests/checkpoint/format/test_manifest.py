@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hyper_resume.checkpoint.format import manifest
 from hyper_resume.checkpoint.format.manifest import FileEntry, Manifest
@@ -84,6 +86,51 @@ def refusal(content: bytes) -> str:
 def test_what_is_written_reads_back(changed: dict[str, Any]) -> None:
     written = replace(WHOLE, **changed)
     assert manifest.decode(manifest.encode(written), "") == written
+
+
+TEXTS = st.text(st.characters(), max_size=20) | st.sampled_from(["x" * 4097, "\udc80", "a\tb", "..", "1"])
+NUMBERS = st.integers(-2, 5) | st.sampled_from([2**62, 2**62 + 1, -(2**62) - 1])
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.floats() | TEXTS,
+    lambda items: st.lists(items, max_size=2) | st.dictionaries(TEXTS | st.integers(0, 11), items, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    changed=st.fixed_dictionaries(
+        {},
+        optional={
+            "step": NUMBERS,
+            "ordinal": NUMBERS,
+            "world_size": NUMBERS,
+            "attempt": TEXTS,
+            "created_at": TEXTS,
+            "ancestors": st.lists(st.tuples(NUMBERS, TEXTS), max_size=2).map(tuple),
+            "versions": st.dictionaries(TEXTS, TEXTS, max_size=2),
+            "metrics": st.dictionaries(TEXTS, st.floats(), max_size=2),
+            "buckets": st.dictionaries(TEXTS, st.dictionaries(TEXTS, st.just(DIGEST) | TEXTS, max_size=2), max_size=2),
+            "uncovered": st.dictionaries(TEXTS, st.lists(TEXTS, max_size=2).map(tuple), max_size=2),
+            "run": JSON,
+        },
+    )
+)
+def test_whatever_is_written_reads_back_and_anything_else_is_not_written(changed: dict[str, Any]) -> None:
+    made = replace(WHOLE, **changed)
+    try:
+        content = manifest.encode(made)
+    except (ValueError, TypeError):
+        return
+    assert manifest.decode(content, "") == replace(made, run=json.loads(json.dumps(made.run)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(run=JSON)
+def test_a_description_that_is_said_to_fit_is_written_and_read(run: Any) -> None:
+    if manifest.can_hold(run):
+        found = manifest.decode(manifest.encode(replace(WHOLE, run=run)), "").run
+        assert found == json.loads(json.dumps(run))
 
 
 def test_equal_manifests_give_equal_bytes_whatever_the_order_of_their_entries() -> None:

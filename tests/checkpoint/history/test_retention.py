@@ -230,9 +230,20 @@ def test_a_deletion_that_fails_is_a_warning_and_the_save_counts(
 def test_the_trash_is_swept_when_a_run_begins(tmp_path: Path) -> None:
     save(tmp_path, 1, 1.0)
     shutil.copytree(tmp_path / "global_step_1", tmp_path / ".trash" / "global_step_0.aaaaaaaaaaaa")
-    (tmp_path / ".trash" / "file").write_text("x")
     run(tmp_path, {})
     assert not list((tmp_path / ".trash").iterdir())
+
+
+@pytest.mark.parametrize("name", [".trash", ".staging"])
+def test_what_has_no_name_of_a_save_or_a_deletion_is_never_swept(tmp_path: Path, name: str) -> None:
+    """Other tools, and desktops, keep things in folders of these names."""
+    (tmp_path / name / "notes").mkdir(parents=True)
+    (tmp_path / name / "notes" / "precious").write_text("mine")
+    (tmp_path / name / "global_step_3").mkdir()
+    (tmp_path / name / "data.0123456789AB").write_text("mine")
+    before = listing(tmp_path / name)
+    run(tmp_path, {})
+    assert listing(tmp_path / name) == before
 
 
 @pytest.mark.parametrize("name", [".trash", ".staging"])

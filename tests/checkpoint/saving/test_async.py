@@ -134,7 +134,7 @@ def test_a_pointer_that_cant_be_moved_is_reported_by_the_wait(tmp_path: Path) ->
     (tmp_path / "latest_checkpoint_iteration.txt").mkdir()
     checkpointer = DistributedCheckpointer()
     checkpointer.save(str(tmp_path / "global_step_1"), {"model": {"w": torch.ones(1)}}, global_step=1, save_async=True)
-    with pytest.raises(CheckpointSaveError, match="complete, but the pointer could not be moved"):
+    with pytest.raises(CheckpointSaveError, match="committed, but the pointer could not be moved"):
         checkpointer.maybe_wait_for_async_save()
     assert checkpointer.find_latest_checkpoint(str(tmp_path)) == str(tmp_path / "global_step_1")
 

@@ -162,6 +162,22 @@ def _fails_in_the_process(folder: str) -> list[Any]:
     return found
 
 
+def _killed_while_idle(folder: str, victim: int) -> dict[str, Any]:
+    """The victim's saving process dies between two saves: of another program's, or the system's, lack of memory."""
+    checkpointer = by_process()
+    found = errors_of(checkpointer, f"{folder}/global_step_1", 1, own(1.0))
+    dead = saver()
+    if dist.get_rank() == victim:
+        os.kill(dead, signal.SIGKILL)
+        process = _async_process_executor._CHECKPOINT_PROCESS
+        assert process is not None
+        process._save_process.join(20)
+    dist.barrier()
+    found += errors_of(checkpointer, f"{folder}/global_step_2", 2, own(2.0))
+    value = loaded(f"{folder}/global_step_2")["model"]["all"].tolist()
+    return {"errors": found, "anew": saver() != dead, "value": value}
+
+
 def _all_scenarios(folder: str) -> dict[str, Any]:
     """Every scenario of this world size, each in a root of its own; what one kills the next starts anew."""
     results: dict[str, Any] = {"state": _state_at_the_call(f"{folder}/state")}
@@ -169,6 +185,7 @@ def _all_scenarios(folder: str) -> dict[str, Any]:
         results["half-written"] = _killed_while_it_writes(f"{folder}/half-written")
     else:
         results["failing"] = _fails_in_the_process(f"{folder}/failing")
+    results["idle"] = _killed_while_idle(f"{folder}/idle", dist.get_world_size() - 1)
     for victim in reversed(range(dist.get_world_size())):
         results[f"killed-{victim}"] = _killed_in_the_middle(f"{folder}/killed-{victim}", victim)
     return results
@@ -222,6 +239,15 @@ def test_a_saving_process_that_is_killed_fails_the_save_on_every_rank_and_spoils
     assert len({str(result["error"]) for result in found.results}) == 1
     assert not (found.root / "global_step_2").exists()
     assert list((found.root / ".staging").iterdir()) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_saving_process_that_dies_idle_is_replaced_on_every_rank_and_the_next_save_is_made(
+    scenario: Callable[[int, str], Scenario], ranks: int
+) -> None:
+    found = scenario(ranks, "idle")
+    assert found.results == [{"errors": [None] * 4, "anew": True, "value": [2.0] * 3}] * ranks
+    assert latest(found.root) == found.root / "global_step_2"
 
 
 def test_a_half_written_shard_of_a_killed_process_is_cleared_away(scenario: Callable[[int, str], Scenario]) -> None:

@@ -181,7 +181,7 @@ def test_a_save_whose_pointer_stays_behind_is_never_said_to_be_durable(tmp_path:
     (tmp_path / "latest_checkpoint_iteration.txt").mkdir()
     witness, checkpointer = Witness(tmp_path), DistributedCheckpointer()
     checkpointer.add_listener(lambda event: witness.events.append(event))
-    with pytest.raises(CheckpointSaveError, match="complete, but the pointer could not be moved"):
+    with pytest.raises(CheckpointSaveError, match="committed, but the pointer could not be moved"):
         save(tmp_path, 1, 1.0, by=checkpointer)
     assert witness.states == ["staged", "written", "failed"]
     assert value_of(tmp_path / "global_step_1") == 1.0
