@@ -36,7 +36,7 @@ def _missing_path_means_scratch(put: Saboteur) -> None:
 
 @sabotage("foreign-format-not-named")
 def _foreign_format_not_named(put: Saboteur) -> None:
-    put.replace("hyper_resume.trainer.callbacks.checkpointer:recognise", lambda original, path: None)
+    put.replace("hyper_resume.trainer.restore_source:recognise", lambda original, path: None)
 
 
 @sabotage("scheme-taken-for-a-folder")

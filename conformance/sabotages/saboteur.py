@@ -6,7 +6,7 @@ leg. Its target must exist (so a refactoring can't disable it unnoticed), and it
 
     @sabotage("rng-not-restored")
     def _(put: Saboteur) -> None:
-        put.replace("hyper_resume.trainer.payload:apply_rng", lambda original, *args, **kwargs: None)
+        put.replace("hyper_resume.trainer.restore:apply_rng", lambda original, *args, **kwargs: None)
 
 ``replace(target, function)``: ``function(original, *args, **kwargs)`` is called instead of the target, given as
 ``module:name`` or ``module:Class.name``; the sabotage has fired once it is called. Patch the name where it is USED

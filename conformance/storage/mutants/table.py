@@ -292,8 +292,8 @@ _ERRORS = (
     ),
     _entry(
         "unreadable-passed-over", "LATEST steps back from what it could not read",
-        "dcp:DistributedCheckpointer.find_latest_checkpoint",
-        "                raise CheckpointUnreadableError(order.unreadable[directory])\n", "                continue\n",
+        "loading.latest:_first_that_verifies",
+        "            raise CheckpointUnreadableError(order.unreadable[directory])\n", "            continue\n",
         "errors/load/open_read",
     ),
     _entry(

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import io
+import math
 import mmap
 import os
 import stat
@@ -250,7 +251,13 @@ def _mapped(descriptor: int, size: int) -> mmap.mmap | None:
 
 
 class FileOperations:
-    """The real operations, on a POSIX file system. All of them raise ``OSError``."""
+    """The real operations, on a POSIX file system. All of them raise ``OSError``.
+
+    Attributes:
+        gave_up_at: when a read was last given up (see :mod:`~hyper_resume.checkpoint.disk.reading`), by ``time.monotonic``.
+    """
+
+    gave_up_at: float = -math.inf
 
     def make_directory(self, path: Path) -> None:
         """Create a directory in an existing one, accessible to this user only.

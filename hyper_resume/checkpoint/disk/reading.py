@@ -7,6 +7,7 @@ expired ticket). Only an error that shows what is there, such as a missing file,
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 WAITS_SECONDS = (0.1, 0.4, 1.5)
 """How long to wait before each further try of a read; after the last one it is given up."""
+OUTAGE_SECONDS = 10.0
+"""How long nothing is waited for after a read was given up: what fails in that time, fails of the same outage."""
 
 
 def again(read: Callable[[], T], where: Path | str) -> T:
@@ -32,19 +35,24 @@ def again(read: Callable[[], T], where: Path | str) -> T:
         CheckpointUnreadableError: every try failed with an error that may pass.
         OSError: another error of the system, at once: what it says is true of the file.
     """
-    for seconds in WAITS_SECONDS:
+    disk = operations.current()
+    # A root may hold a thousand files that can't be read: a command waits for the first, not for each.
+    is_outage = time.monotonic() - disk.gave_up_at < OUTAGE_SECONDS
+    for seconds in () if is_outage else WAITS_SECONDS:
         try:
             return read()
         except OSError as error:
             if not may_pass(error):
                 raise
             logger.warning("%s can't be read (%s); trying again in %s s", where, error.strerror, seconds)
-        operations.current().pause(seconds)
+        disk.pause(seconds)
     try:
         return read()
     except OSError as error:
         if not may_pass(error):
             raise
+        if not is_outage:
+            disk.gave_up_at = time.monotonic()
         raise unreadable(where, error) from error
 
 
@@ -55,7 +63,7 @@ def unreadable(where: Path | str, error: OSError) -> CheckpointUnreadableError:
             "the checkpoint can't be read now; that does not mean that it is damaged",
             where=str(where),
             expected="a file that can be read",
-            found=f"{type(error).__name__}: {error}, {len(WAITS_SECONDS) + 1} times",
+            found=f"{type(error).__name__}: {error}, also when it was tried again",
             do="check the file system and its permissions, and start again; to use another checkpoint all the same, name it in "
             "checkpoint.restore_from",
         )

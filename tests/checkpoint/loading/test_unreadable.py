@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def test_what_stays_unreadable_stops_the_run_and_nothing_moves(root: Path, error
     loaded, raised = fail_each(root, error, persistent=True, stride=4)
     assert loaded == [30.0], "the last one, in which nothing failed"
     assert {type(one) for one in raised} == {CheckpointUnreadableError}
-    assert all(f"{root}" in str(one) and "4 times" in str(one) for one in raised)
+    assert all(f"{root}" in str(one) and "also when it was tried again" in str(one) for one in raised)
     assert listing(root) == before
 
 
@@ -112,6 +113,19 @@ def test_a_read_is_tried_three_times_more_with_longer_waits(
 
 def test_the_waits_have_a_limit() -> None:
     assert sum(reading.WAITS_SECONDS) < 5
+
+
+def test_of_many_files_that_can_not_be_read_only_the_first_is_waited_for(root: Path, tmp_path: Path) -> None:
+    many = shutil.copytree(root, tmp_path / "many")
+    for step in range(40, 60):
+        shutil.copytree(root / "global_step_30", many / f"global_step_{step}")
+    with operations.use(_Unreadable("manifest.json")) as failing:
+        found = lineage.resume_order(many)
+        failing.gave_up_at -= reading.OUTAGE_SECONDS
+        lineage.resume_order(many)
+    assert len(found.unreadable) >= 20
+    assert isinstance(failing, _Unreadable)
+    assert failing.waits == [*reading.WAITS_SECONDS, *reading.WAITS_SECONDS]
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ELOOP])
