@@ -7,7 +7,7 @@ import errno
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -18,6 +18,7 @@ from hyper_resume.checkpoint.saving.publication import add_save_identity, unwrit
 from hyper_resume.checkpoint.tensors.flattening import flatten
 from hyper_resume.errors import HyperResumeError
 
+T = TypeVar("T")
 _PREFIX = ".trial."
 _DIGITS = 12
 
@@ -38,7 +39,7 @@ def check_names(root: Path, is_planned: Callable[[int], bool]) -> None:
     Raises:
         CheckpointSaveError: names the first such step.
     """
-    entries = sorted(root.iterdir()) if root.is_dir() else []
+    entries = _explained(root, lambda: sorted(root.iterdir()) if root.is_dir() else [])
     steps = sorted((step, entry) for entry in entries if (step := layout.parse_step(entry.name)) is not None)
     for step, entry in steps:
         if is_planned(step):
@@ -55,8 +56,7 @@ def try_root(root: Path, group: dist.ProcessGroup | None) -> None:
         CheckpointLockedError: another run saves there; on every rank.
         CheckpointSaveError: a rank can't write there, or a name that a save needs is taken; on every rank.
     """
-    had_staging = (root / layout.STAGING_NAME).exists()
-    folder = collective.on_rank_zero(lambda: _explained(root, lambda: _make(root)), group)
+    folder, had_staging = collective.on_rank_zero(lambda: _explained(root, lambda: _make(root)), group)
     try:
         collective.on_all_ranks(lambda: _explained(root, lambda: _write(folder)), group)
         collective.on_rank_zero(lambda: _explained(root, lambda: _move(folder, root)), group)
@@ -69,15 +69,17 @@ def try_root(root: Path, group: dist.ProcessGroup | None) -> None:
                     operations.current().remove_directory(folder.parent)
 
 
-def _make(root: Path) -> Path:
+def _make(root: Path) -> tuple[Path, bool]:
+    """Return the directory that was made below ``.staging``, and whether that was there before."""
     operations.make_directories(root)
+    had_staging = (root / layout.STAGING_NAME).exists()
     lock.acquire(root)
     # Left by a run that was killed here; the lock is this run's. Another name with this beginning is somebody else's.
     for left in root.glob(f"{_PREFIX}{'[0-9a-f]' * _DIGITS}"):
         layout.remove(left)
     folder = root / layout.STAGING_NAME / f"{_PREFIX}{uuid.uuid4().hex[:_DIGITS]}"
     operations.make_directories(folder)
-    return folder
+    return folder, had_staging
 
 
 def _write(folder: Path) -> Path:
@@ -95,7 +97,7 @@ def _move(folder: Path, root: Path) -> Path:
     return root
 
 
-def _explained(root: Path, action: Callable[[], Path]) -> Path:
+def _explained(root: Path, action: Callable[[], T]) -> T:
     try:
         return action()
     except OSError as error:
