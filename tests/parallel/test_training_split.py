@@ -14,7 +14,7 @@ EVERY_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 
 def test_muon_with_adamw_for_the_rest_trains_on_tp_2_with_fsdp_2() -> None:
-    job = Job(preset="tiny-qwen3-moe", optimizer="muon", steps=5, overrides={"num_hidden_layers": 1})
+    job = Job(preset="tiny-qwen3-moe", optimizer="muon", overrides={"num_hidden_layers": 1})
     (whole,) = run_ranks(train, 1, job)
     results = run_ranks(train_twice, 4, replace(job, tp=2, dp=2))
     for first, second in results:
