@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
+import select
 import signal
 import struct
-import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conformance.processes.torchrun import free_port
 from hyper_resume import cli
 from hyper_resume.trainer.callbacks import progress
+from hyper_resume.trainer.callbacks.progress import ProgressCallback
 from tests.trainer.tiny_training import saved_steps
-from tests.warm_commands import run_module
+from tests.warm_commands import run_module, start_module
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 WORDS = ("hyper_resume.cli", "train", "train.yaml")
-COMMAND = (sys.executable, "-m", *WORDS)
 LIMIT_SECONDS = 100.0
 COLUMNS = 160
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (\[rank \d\] )?(INFO|WARNING) [\w.]+: ")
@@ -49,44 +50,44 @@ def folder(tmp_path: Path) -> Path:
 
 def on_a_terminal(
     folder: Path, *arguments: str, until: Callable[[str], bool] = lambda _: False, keys: bytes = b""
-) -> tuple[int, str]:
+) -> tuple[int | None, str]:
     """Run the command on a pseudo terminal of its own; once ``until`` holds for the output, ``keys`` are typed."""
     master, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-
-    def take_the_terminal() -> None:
-        os.setsid()
-        # A job in the background of a script is started with Ctrl-C ignored, and so would this one be.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-    process = subprocess.Popen(
-        [*COMMAND, *arguments],
-        cwd=folder,
-        env=ENVIRONMENT,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        preexec_fn=take_the_terminal,
+    name = Path(os.ttyname(terminal))
+    process = start_module(
+        *WORDS, *arguments, cwd=folder, environment=ENVIRONMENT, stdout=name, stderr=name, before=_take_the_terminal
     )
-    os.close(terminal)
     output, ends_at = b"", time.monotonic() + LIMIT_SECONDS
     try:
         while True:
+            readable, _, _ = select.select([master], [], [], ends_at - time.monotonic())
+            assert readable, output
             try:
                 piece = os.read(master, 65536)
             except OSError:  # the last process has closed it
                 break
+            if not output:
+                os.close(terminal)  # not before the process has opened it, or there would be nobody who writes
             output += piece
-            assert time.monotonic() < ends_at, output
             if keys and until(output.decode(errors="replace")):
                 os.write(master, keys)
                 keys = b""
-        return process.wait(LIMIT_SECONDS), output.decode()
+        process.join(LIMIT_SECONDS)
+        return process.exitcode, output.decode()
     finally:
         process.kill()
-        process.wait()
+        process.join()
         os.close(master)
+
+
+def _take_the_terminal() -> None:
+    """The terminal on standard error becomes that of this session, and its standard input."""
+    # A job in the background of a script is started with Ctrl-C ignored, and so would the command be.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    terminal = os.open(os.ttyname(2), os.O_RDWR)
+    os.dup2(terminal, 0)
+    os.close(terminal)
 
 
 def lines_of_the_screen(output: str) -> list[str]:
@@ -180,49 +181,47 @@ def test_ctrl_c_before_anything_is_saved_says_so(folder: Path) -> None:
 # ---- several ranks
 
 
-def _ranks(folder: Path, *arguments: str) -> list[str]:
+def _ranks(folder: Path, *arguments: str, before: Callable[[], object]) -> list[str]:
     """Run the command on two ranks and return the standard error of each."""
-    port = free_port()
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
-        subprocess.Popen(
-            [*COMMAND, *arguments],
+        start_module(
+            *WORDS,
+            *arguments,
             cwd=folder,
-            env={
-                **ENVIRONMENT,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-            stderr=subprocess.PIPE,
-            text=True,
+            environment={**ENVIRONMENT, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=folder / f"stdout-{rank}",
+            stderr=folder / f"stderr-{rank}",
+            before=before,
         )
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=LIMIT_SECONDS)[1] for process in processes]
+        for process in processes:
+            process.join(LIMIT_SECONDS)
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
+            process.join()
+    outputs = [(folder / f"stderr-{rank}").read_text() for rank in range(2)]
+    assert [process.exitcode for process in processes] == [0, 0], outputs
     return outputs
 
 
+def _warn_on_rank_1_after_step_2() -> None:
+    original = ProgressCallback.on_step_end
+
+    def on_step_end(self: ProgressCallback, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if os.environ["RANK"] == "1" and self.trainer.state.global_step == 2:
+            logging.getLogger("mine").warning("only here")
+
+    ProgressCallback.on_step_end = on_step_end  # type: ignore[method-assign]
+
+
 def test_a_warning_of_all_ranks_is_printed_once_and_one_of_a_single_rank_with_its_rank(folder: Path) -> None:
-    (folder / "sitecustomize.py").write_text(
-        "import os, logging\n"
-        "from hyper_resume.trainer.callbacks.progress import ProgressCallback\n"
-        "original = ProgressCallback.on_step_end\n"
-        "def on_step_end(self, *args, **kwargs):\n"
-        "    original(self, *args, **kwargs)\n"
-        "    if os.environ['RANK'] == '1' and self.trainer.state.global_step == 2:\n"
-        "        logging.getLogger('mine').warning('only here')\n"
-        "ProgressCallback.on_step_end = on_step_end\n"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ENVIRONMENT, "PYTHONPATH", f"{folder}{os.pathsep}{REPOSITORY}")
-        first, second = _ranks(folder, "--checkpoint.staging_dir=elsewhere", "--training.max_steps=2")
+    arguments = ("--checkpoint.staging_dir=elsewhere", "--training.max_steps=2")
+    first, second = _ranks(folder, *arguments, before=_warn_on_rank_1_after_step_2)
     assert first.count("checkpoint.staging_dir is reserved") == 1
     assert "only here" not in first
     (line,) = second.splitlines()

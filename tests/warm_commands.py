@@ -5,11 +5,13 @@ For commands whose start is not what a test is about: a cold one imports for sec
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -99,4 +101,9 @@ def _run(
     sys.modules.pop(module, None)
     if before is not None:
         before()
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        # As an interpreter ends; a process of multiprocessing leaves the second out.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()

@@ -14,7 +14,7 @@ class Mapped(dict[str, Any]):
     line: int = 1
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.CSafeLoader):
     pass
 
 

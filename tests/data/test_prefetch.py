@@ -70,9 +70,16 @@ def test_resume_at_every_position_equals_the_uninterrupted_run(
     assert whole == list(read(make_loader(), 3, iter))
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("length", "world", "rank"), [(5, 1, 0), (7, 3, 1)])
-@pytest.mark.parametrize("open_pass", [IN_FRONT, IN_BACKGROUND], ids=["in-front", "in-background"])
+# Every pair of values; all eight triples are tried without workers, above: each pass here starts two processes.
+@pytest.mark.parametrize(
+    ("open_pass", "length", "world", "rank", "drop_last"),
+    [
+        pytest.param(IN_FRONT, 5, 1, 0, False, id="in-front-5-1-0-False"),
+        pytest.param(IN_FRONT, 7, 3, 1, True, id="in-front-7-3-1-True"),
+        pytest.param(IN_BACKGROUND, 5, 1, 0, True, id="in-background-5-1-0-True"),
+        pytest.param(IN_BACKGROUND, 7, 3, 1, False, id="in-background-7-3-1-False"),
+    ],
+)
 def test_resume_with_workers_equals_the_uninterrupted_run(
     open_pass: Any, length: int, world: int, rank: int, drop_last: bool
 ) -> None:
@@ -81,8 +88,8 @@ def test_resume_with_workers_equals_the_uninterrupted_run(
             dataset=Noisy(length), batch_size=2, dp_world_size=world, dp_rank=rank, drop_last=drop_last, num_workers=2
         )
 
-    whole = assert_resumes_exactly_at_every_position(make_loader, 3, open_pass)
-    assert whole == list(read(make_loader(), 3, iter))
+    whole = assert_resumes_exactly_at_every_position(make_loader, 2, open_pass)
+    assert whole == list(read(make_loader(), 2, iter))
 
 
 # ---- the position is that of training

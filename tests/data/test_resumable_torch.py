@@ -166,8 +166,10 @@ WITH_WORKERS: dict[str, Callable[[], DataLoader[Any]]] = {
 
 
 @pytest.mark.parametrize("name", WITH_WORKERS)
-def test_torch_loader_with_workers_resumes_exactly_at_every_position(name: str) -> None:
-    assert_exact(WITH_WORKERS[name])
+def test_torch_loader_with_workers_resumes_exactly(name: str) -> None:
+    # Each resume starts its workers once an epoch. Every position for one loader; every third, so behind each of two workers
+    # and in each epoch, for those that differ from it in who draws what.
+    assert_exact(WITH_WORKERS[name], every=1 if name == "shuffled" else 3)
 
 
 def test_a_worker_keeps_its_number_behind_a_resume() -> None:

@@ -14,7 +14,7 @@ EVERY_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 
 def test_muon_with_adamw_for_the_rest_trains_on_tp_2_with_fsdp_2() -> None:
-    job = Job(preset="tiny-qwen3-moe", optimizer="muon", steps=5, overrides={"num_hidden_layers": 1})
+    job = Job(preset="tiny-qwen3-moe", optimizer="muon", overrides={"num_hidden_layers": 1})
     (whole,) = run_ranks(train, 1, job)
     results = run_ranks(train_twice, 4, replace(job, tp=2, dp=2))
     for first, second in results:
@@ -27,7 +27,8 @@ def test_muon_with_adamw_for_the_rest_trains_on_tp_2_with_fsdp_2() -> None:
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 2)])
 def test_lora_on_a_split_model_equals_one_process_and_trains_adapters_only(tp: int, dp: int) -> None:
-    job = Job(preset="tiny-qwen3", lora=LoraConfig(rank=4, target_modules=EVERY_LINEAR))
+    overrides = {"num_hidden_layers": 1}
+    job = Job(preset="tiny-qwen3", overrides=overrides, lora=LoraConfig(rank=4, target_modules=EVERY_LINEAR))
     (whole,) = run_ranks(train, 1, job)
     for measured in run_ranks(train, tp * dp, replace(job, tp=tp, dp=dp)):
         assert_same_training(measured, whole)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import st.soak
 from conformance.records.evidence import LegEvidence
 from conformance.records.results import KillRecord, LegRecord, RankEnd, ResultRecord, read_results
 from conformance.records.trajectory import Trajectory, TrajectoryRecord
@@ -20,7 +22,7 @@ from tests.conformance.trajectories import trajectory
 from tests.st.conftest import Done
 
 # One worker: these runs share a warm server.
-# A soak is forty starts of ranks; two of them at once on two cores take more than the usual limit.
+# A soak is twenty starts of ranks; two of them at once on two cores take more than the usual limit.
 pytestmark = [pytest.mark.xdist_group("st-warm"), pytest.mark.timeout(300)]
 
 OPERATIONS = (35, 26, 25, 24)
@@ -113,7 +115,11 @@ def test_a_sample_that_comes_twice_is_seen() -> None:
 
 
 @pytest.fixture
-def soak(st_command: Callable[..., Done], tmp_path: Path) -> Callable[..., Done]:
+def soak(st_command: Callable[..., Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    # Two sharded ranks: on a mesh of four each life costs four times as much, most of it what torch does once a process.
+    tiny = WORKLOADS["tiny"]
+    given = {**tiny.given, "world_size": 2, "parallel": "fsdp"}
+    monkeypatch.setattr(st.soak, "WORKLOADS", {**WORKLOADS, "tiny": replace(tiny, given=given, copies=1)})
     return lambda *words: st_command("soak", "--workload", "tiny", "--results", str(tmp_path / "run"), *words)
 
 

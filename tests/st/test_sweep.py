@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import st.sweep
 from conformance.records.results import KillRecord, Outcome, read_results
 from st.attempts import InconclusiveError
 from st.sweep import MODES, Point, SweepOutcome, _choose, _without_random_part
@@ -20,7 +21,9 @@ POINTS = [Point(rank=rank, operation=number, what="write x") for rank in range(2
 
 
 @pytest.fixture
-def sweep(st_command: Callable[..., Done], tmp_path: Path) -> Callable[..., Done]:
+def sweep(st_command: Callable[..., Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    # Two sharded ranks: on a mesh of four each life costs four times as much, most of it what torch does once a process.
+    monkeypatch.setattr(st.sweep, "_GIVEN", {**st.sweep._GIVEN, "world_size": 2, "parallel": "fsdp"})
     return lambda *words: st_command("sweep", "--results", str(tmp_path / "run"), *words)
 
 
@@ -32,8 +35,8 @@ def test_the_last_changes_of_a_save_are_the_commit_and_the_pointer_and_a_kill_be
     done = sweep("--mode", "sync", "--mode", "again", "--point", "0:* global_step_6")
     assert done.returncode == 0, done.stdout + done.stderr
     points, _ = re.findall(r"1 of (\d+) points tried, 0 red", done.stdout)
-    # Each of four ranks makes, writes and syncs its file of training state and its shards.
-    assert int(points) > 4 * 6, done.stdout
+    # Each of two ranks makes, writes and syncs its file of training state and its shards.
+    assert int(points) > 2 * 6, done.stdout
     kill, again = read_results(tmp_path / "run").of(KillRecord)
     assert (kill.what, kill.resumed_at, kill.lost_steps) == ("rename global_step_6", 3, 3)
     # There step 6 had been saved before; but the run went back to 3, and LATEST means 3 until it has saved.

@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -20,35 +22,31 @@ from hyper_resume.checkpoint.disk import lock
 from hyper_resume.errors import CheckpointLockedError, CheckpointSaveError
 from tests.checkpoint.directories import listing
 from tests.checkpoint.single_value import save, state, steps, value_of
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, server_context
 
-HOLDER = """
-import sys
-from pathlib import Path
-from hyper_resume.checkpoint.disk import lock
-lock.acquire(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
+
+def _hold(root: Path, held: Connection) -> None:
+    lock.acquire(root)
+    held.send("held")
+    held.poll(None)
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(tmp_path: Path) -> Iterator[BaseProcess]:
     """Another process that has the root ``tmp_path / "root"``."""
     (tmp_path / "root").mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "root")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+    here, there = server_context.Pipe()
+    process = server_context.Process(target=_hold, args=(tmp_path / "root", there))
+    process.start()
+    there.close()
+    assert here.recv() == "held"
     yield process
     process.kill()
-    process.communicate()
+    process.join()
+    here.close()
 
 
-def test_a_second_process_is_refused_by_pid_and_host_and_changes_nothing(
-    tmp_path: Path, holder: subprocess.Popen[str]
-) -> None:
+def test_a_second_process_is_refused_by_pid_and_host_and_changes_nothing(tmp_path: Path, holder: BaseProcess) -> None:
     root = tmp_path / "root"
     before = listing(root)
     with pytest.raises(CheckpointLockedError, match="another run saves into this checkpoint_dir") as caught:
@@ -61,7 +59,7 @@ def test_a_second_process_is_refused_by_pid_and_host_and_changes_nothing(
     assert listing(root) == before
 
 
-def test_reading_needs_no_lock(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_reading_needs_no_lock(tmp_path: Path, holder: BaseProcess) -> None:
     source = save(tmp_path / "elsewhere", 1, 1.0)
     source.rename(tmp_path / "root" / "global_step_1")
     assert value_of(tmp_path / "root" / "global_step_1") == 1.0
@@ -69,14 +67,13 @@ def test_reading_needs_no_lock(tmp_path: Path, holder: subprocess.Popen[str]) ->
     assert found == str(tmp_path / "root" / "global_step_1")
 
 
-def test_a_lock_ends_with_the_process_that_held_it_however_it_died(
-    tmp_path: Path, holder: subprocess.Popen[str]
-) -> None:
+def test_a_lock_ends_with_the_process_that_held_it_however_it_died(tmp_path: Path, holder: BaseProcess) -> None:
     root = tmp_path / "root"
     with pytest.raises(CheckpointLockedError):
         save(root, 1, 1.0)
-    holder.send_signal(signal.SIGKILL)
-    assert holder.wait(10) == -signal.SIGKILL
+    holder.kill()
+    holder.join(10)
+    assert holder.exitcode == -signal.SIGKILL
     save(root, 1, 1.0)
     assert json.loads((root / ".writer.lock").read_text())["pid"] == os.getpid()
 
@@ -89,7 +86,7 @@ def _try_to_save(folder: str) -> BaseException | None:
     return None
 
 
-def test_a_refusal_is_the_same_on_every_rank(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_refusal_is_the_same_on_every_rank(tmp_path: Path, holder: BaseProcess) -> None:
     errors = run_ranks(_try_to_save, 3, str(tmp_path / "root"))
     assert {type(error) for error in errors} == {CheckpointLockedError}
     assert len({str(error) for error in errors}) == 1
@@ -104,7 +101,7 @@ def _begin(folder: str) -> BaseException | None:
     return None
 
 
-def test_a_run_is_refused_at_its_beginning_on_every_rank(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_run_is_refused_at_its_beginning_on_every_rank(tmp_path: Path, holder: BaseProcess) -> None:
     errors = run_ranks(_begin, 2, str(tmp_path / "root"))
     assert {type(error) for error in errors} == {CheckpointLockedError}
 

@@ -34,12 +34,12 @@ def test_a_platform_requires_what_the_specification_asks_of_it(name: str) -> Non
 
 
 def test_every_case_is_required_somewhere_and_fits_its_platform() -> None:
-    platforms = load_platforms()
-    homeless = [case.id for case in load_cases() if not any(platform.takes(case) for platform in platforms)]
+    cases, platforms = load_cases(), load_platforms()
+    homeless = [case.id for case in cases if not any(platform.takes(case) for platform in platforms)]
     too_many = [
         f"{case.id} on {platform.id}"
         for platform in platforms
-        for case in load_cases()
+        for case in cases
         if platform.takes(case) and case.world_size > platform.ranks
     ]
     assert (homeless, too_many) == ([], [])

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,7 +19,7 @@ from tests.reports.formulas import loss, single
 from tests.reports.run_folder import RunFolder, refused_run, whole_run
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, ViewportSize
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = [
@@ -45,19 +45,41 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A page that fails its test for any message on the console, any error, and any request but for files."""
-    context = browser.new_context(viewport={"width": 1280, "height": 820}, offline=True)
-    page = context.new_page()
-    trouble: list[str] = []
-    page.on("console", lambda message: trouble.append(message.text))
-    page.on("pageerror", lambda error: trouble.append(str(error)))
-    page.on(
-        "request", lambda request: None if request.url.startswith(("file:", "data:")) else trouble.append(request.url)
-    )
-    yield page
+SIZE: ViewportSize = {"width": 1280, "height": 820}
+
+
+@pytest.fixture(scope="session")
+def _window(browser: Browser) -> Iterator[Page]:
+    """One window for all tests that need none of their own: a new one costs as much as what is shown in it."""
+    context = browser.new_context(viewport=SIZE, offline=True)
+    yield context.new_page()
     context.close()
+
+
+@pytest.fixture
+def page(_window: Page) -> Iterator[Page]:
+    """A window as a new one: no choice is kept from another test.
+
+    It fails its test for any message on the console, any error, and any request but for files.
+    """
+    trouble: list[str] = []
+    heard: dict[Any, Callable[[Any], None]] = {
+        "console": lambda message: trouble.append(message.text),
+        "pageerror": lambda error: trouble.append(str(error)),
+        "request": lambda request: (
+            None if request.url.startswith(("file:", "data:", "about:")) else trouble.append(request.url)
+        ),
+    }
+    for event, hear in heard.items():
+        _window.on(event, hear)
+    yield _window
+    if _window.url.startswith("file:"):
+        _window.evaluate("localStorage.clear()")
+    _window.goto("about:blank")
+    _window.emulate_media(media="null", color_scheme="null")
+    _window.set_viewport_size(SIZE)
+    for event, hear in heard.items():
+        _window.remove_listener(event, hear)
     assert trouble == []
 
 
