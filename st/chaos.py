@@ -2,10 +2,7 @@
 
 It knows nothing of this library. It runs ``hyper-resume train`` on ``st/chaos.yaml``, kills one copy of it at each of its file
 events, resumes each from LATEST, and compares what came back with the uninterrupted run: every bucket of the last save, by its
-digest. It asks too whether the resume began at the newest step that was complete.
-
-One kind of point is known: a kill after a step directory has its name and before the pointer names it. LATEST means what the
-pointer names, so the resume begins one save earlier, and trains those steps again.
+digest. It judges too whether the resume began at the newest step that was complete.
 """
 
 from __future__ import annotations
@@ -21,9 +18,7 @@ from typing import Any
 
 USAGE = 2
 _CONFIG = Path(__file__).with_name("chaos.yaml")
-# Lost work is judged here.
-_VERDICTS = "HARD_FAIL,SILENT_DIVERGENCE,CONTROL_FAIL"
-_POINTER = "latest_checkpoint_iteration.txt."
+_VERDICTS = "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL"
 _STEPS = 3
 # Far more than there are: all of them.
 _ALL_POINTS = 10_000
@@ -48,24 +43,7 @@ def _run(options: argparse.Namespace, words: list[str]) -> int:
         print("error: ckpt-chaos is not installed; what to do: pip install 'hyper_resume[chaos]'", file=sys.stderr)
         return USAGE
     work = options.results or Path("results") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
-    code = subprocess.run(command(work, options.max_points, options.modes, options.jobs), check=False).returncode
-    lost = lost_work(work)
-    for line in lost:
-        print(f"LOST_WORK {line}")
-    return code or bool(lost)
-
-
-def lost_work(work: Path) -> list[str]:
-    """Return the points whose resume began before the newest complete step, but for those between commit and pointer."""
-    found = []
-    for path in sorted(work.glob("pt_*/result.json")):
-        point = json.loads(path.read_text())
-        outcome = point["outcome"]
-        behind = outcome["newest_complete_step"] - (outcome["resumed_from_step"] or 0)
-        is_known = behind == 1 and point.get("event", ["", ""])[1].startswith(_POINTER)
-        if outcome["raised"] is None and behind > 0 and not is_known:
-            found.append(f"{point['label']}: resumed from {outcome['resumed_from_step']}, {behind} steps behind")
-    return found
+    return subprocess.run(command(work, options.max_points, options.modes, options.jobs), check=False).returncode
 
 
 def command(work: Path, max_points: int, modes: str, jobs: int) -> list[str]:
