@@ -88,7 +88,7 @@ def test_state_that_is_not_saved_is_not_tried(tmp_path: Path) -> None:
 def test_a_root_that_cant_be_made_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     root = tmp_path / "file" / "root"
-    with pytest.raises(CheckpointSaveError, match="checkpoint_dir can't be written") as caught:
+    with pytest.raises(CheckpointSaveError, match=r"checkpoint_dir can't be (written|taken)") as caught:
         CheckpointerCallback(make_custom_trainer(root)).on_train_begin()
     assert f"where: {root}, rank 0" in str(caught.value)
     assert "NotADirectoryError" in str(caught.value)
@@ -161,7 +161,7 @@ def test_whatever_would_stop_the_first_save_stops_the_run_at_its_start(
     root.mkdir()
     obstacle(root)
     before = {path.name for path in root.iterdir()}
-    with pytest.raises(CheckpointSaveError, match="checkpoint_dir can't be written") as caught:
+    with pytest.raises(CheckpointSaveError, match=r"checkpoint_dir can't be (written|taken)") as caught:
         CheckpointerCallback(make_custom_trainer(root)).on_train_begin()
     assert found in str(caught.value)
     assert {path.name for path in root.iterdir()} - {".writer.lock"} == before - {".writer.lock"}

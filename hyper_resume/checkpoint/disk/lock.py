@@ -38,9 +38,12 @@ def acquire(checkpoint_dir: Path) -> None:
 
     Raises:
         CheckpointLockedError: another process holds the lock; the message has what the file says about it.
+        NotADirectoryError: ``checkpoint_dir`` is something else.
         CheckpointSaveError: the lock file can't be opened or written, or is not a regular file.
     """
     path = checkpoint_dir / LOCK_NAME
+    if checkpoint_dir.exists() and not checkpoint_dir.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     do = "fix the cause (permissions, a read-only mount, something else of this name), or set another checkpoint.checkpoint_dir"
     with explained("the lock of checkpoint_dir can't be taken", path, do, kind=CheckpointSaveError):
         if not _is_held(path):

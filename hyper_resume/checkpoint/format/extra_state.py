@@ -71,7 +71,6 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     UNCOVERED: (list, tuple, type(None)),
     SHARDED: (dict, list, tuple, type(None)),
     MESH: (dict, type(None)),
-    RUN: (dict, type(None)),
 }
 _MAX_STEP = 1 << 62
 
@@ -330,7 +329,7 @@ def check_format(state: Any, where: str, rank: int) -> dict[str, Any]:
                 do="resume with the version of hyper_resume that wrote it",
             )
         )
-    complaint = _form_complaint(state)
+    complaint = form_complaint(state)
     if complaint:
         raise CheckpointMismatchError(
             describe(
@@ -356,8 +355,8 @@ def check_format(state: Any, where: str, rank: int) -> dict[str, Any]:
     return result
 
 
-def _form_complaint(state: Mapping[Any, Any]) -> str:
-    """Return what a save would not have written; "" if there is nothing. What is in the parts is for their buckets to check."""
+def form_complaint(state: Mapping[Any, Any]) -> str:
+    """Return what a load would refuse; "" if there is nothing. What is in the parts is for their buckets to check."""
     odd = [key for key in state if type(key) is not str]
     if odd:
         return f"a part whose name is not text: {shorten(odd[0])}"

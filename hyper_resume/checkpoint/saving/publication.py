@@ -28,7 +28,7 @@ from hyper_resume.checkpoint.format.mesh import Mesh
 from hyper_resume.checkpoint.history import retention
 from hyper_resume.checkpoint.history.lineage import Ancestors
 from hyper_resume.checkpoint.history.retention import Retention
-from hyper_resume.errors import CheckpointSaveError, describe, remedy
+from hyper_resume.errors import CheckpointSaveError, StateNotPlainError, describe, remedy
 
 logger = logging.getLogger(__name__)
 
@@ -280,7 +280,11 @@ def _clear_outdated(keep: Retention, save: SaveInProgress, protected: tuple[Path
 
 
 def add_save_identity(state: dict[str, Any], global_step: int) -> dict[str, Any]:
-    """Return ``state`` with format version, rank, world size and step added to its training state, if it has one."""
+    """Return ``state`` with format version, rank, world size and step added to its training state, if it has one.
+
+    Raises:
+        StateNotPlainError: the training state does not have the form that a load demands.
+    """
     if extra.PAYLOAD_KEY not in state:
         return state
     mark = {
@@ -289,6 +293,17 @@ def add_save_identity(state: dict[str, Any], global_step: int) -> dict[str, Any]
         "world_size": collective.world_size(),
         "global_step": global_step,
     }
+    complaint = extra.form_complaint(state[extra.PAYLOAD_KEY])
+    if complaint:
+        raise StateNotPlainError(
+            describe(
+                "the training state can't be saved: no load would take it",
+                where=extra.PAYLOAD_KEY,
+                expected="a dict of named parts; rng_state and stateful are dicts, lr_scheduler is a list",
+                found=complaint,
+                do="put the value into a part of another name, or into a dict",
+            )
+        )
     return {**state, extra.PAYLOAD_KEY: {**mark, **state[extra.PAYLOAD_KEY]}}
 
 

@@ -144,6 +144,10 @@ class Model:
         return gone
 
 
+class _KilledError(Exception):
+    """The run was killed at this point."""
+
+
 class History:
     """Runs a history on a real root, beside the model."""
 
@@ -186,15 +190,17 @@ class History:
             (save.staging / "manifest.json").write_bytes(encode(_manifest(save, one.loss)))
             if one.killed == "before the commit":
                 return False
-            replaced = publication.commit(save, None)
             model.number += 1
             new = Saved(step, save.save_id, one.loss, model.number, last)
-            model.standing[step] = new
-            self.compare(f"step {step} was saved")
-            if one.killed == "before the pointer":
-                return False
-            writer.note_durable(save)
-            publication.move_pointer_and_report(save, None)
+
+            def note_committed(saved: publication.SaveInProgress) -> None:
+                model.standing[step] = new
+                self.compare(f"step {step} was saved")
+                if one.killed == "before the pointer":
+                    raise _KilledError
+                writer.note_committed(saved)
+
+            replaced = publication.publish(save, note_committed, None)
             model.pointer = step
             if one.killed == "before retention":
                 return False
@@ -204,8 +210,10 @@ class History:
                 del model.standing[each.step]
             self.compare(f"retention {rules} acted after step {step}")
             return True
+        except _KilledError:
+            return False
         finally:
-            writer.note_ended(save)
+            writer.note_ended()
             layout._in_progress.discard(save.staging.absolute())
 
     def compare(self, when: str) -> None:

@@ -191,7 +191,7 @@ def test_a_state_is_refused_before_it_is_nested_too_deep_to_be_read(tmp_path: Pa
         value = [value] if depth % 2 else {"a": value}
         target = tmp_path / "global_step_5"
         content = {**state(1.0), "optimizer": {"0": (value,)}}
-        content["extra_state"]["stateful"] = value
+        content["extra_state"]["of_mine"] = value
         refusal = _refusal(target, content, DistributedCheckpointer(extra_state_per_rank=per_rank))
         if refusal is not None:
             break
@@ -242,3 +242,14 @@ def test_what_the_manifest_cant_hold_is_refused_before_the_commit(tmp_path: Path
     assert listing(tmp_path) == before
     assert steps(tmp_path) == [1]
     assert layout.read_pointer(tmp_path) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("part", "value"), [("rng_state", [1]), ("stateful", [2]), ("lr_scheduler", {"a": 1}), (3, "x")]
+)
+def test_a_training_state_that_no_load_would_take_is_refused_at_the_save(tmp_path: Path, part: Any, value: Any) -> None:
+    content = state(1.0)
+    content["extra_state"][part] = value
+    refusal = _refusal(tmp_path / "global_step_5", content, DistributedCheckpointer())
+    assert "no load would take it" in (refusal or "")
+    assert not (tmp_path / "global_step_5").exists()
