@@ -141,7 +141,8 @@ class CheckpointerCallback(Callback):
             CheckpointMismatchError: ``on_mismatch`` is ``error``, and the streams that were restored had moved before the first
                 batch; raised on every rank.
         """
-        self._finish_certificate()
+        if self._certificate is not None:
+            self._finish_certificate(self._certificate)
         if not self.config.save_ckpt:
             return
         self._use_state(state)
@@ -354,10 +355,10 @@ class CheckpointerCallback(Callback):
         )
         return certificate
 
-    def _finish_certificate(self) -> None:
+    def _finish_certificate(self, found: OpenCertificate) -> None:
         """Publish the certificate again, and refuse it, where the first step shows that the restore was not exact."""
-        found, self._certificate = self._certificate, None
-        certificate = None if found is None else found.finish()
+        self._certificate = None
+        certificate = found.finish()
         if certificate is None:
             return
         self._publish(certificate)
