@@ -179,7 +179,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         CheckpointLockedError: a run saves into this root now.
     """
     from hyper_resume.checkpoint.disk import lock
-    from hyper_resume.checkpoint.history import retention
+    from hyper_resume.checkpoint.history import lineage, retention
     from hyper_resume.checkpoint.history.retention import Retention
 
     keep = Retention(
@@ -195,7 +195,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         raise ConfigError(describe("no such directory", where=str(root), do="give the root that holds global_step_N"))
     if keep.keep_best:
         _refuse_unknown_metric(root, keep.best_metric)
-    outdated_steps = retention.find_outdated(keep, root)
+    outdated_steps = retention.find_outdated(keep, root, lineage.resume_order(root).readable[:1])
     if not outdated_steps:
         print("nothing to delete")
     elif arguments.dry_run:
@@ -203,7 +203,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
     else:
         with lock.held(root):
             # Again: until the lock was held, a run may have saved here.
-            outdated_steps = retention.find_outdated(keep, root)
+            outdated_steps = retention.find_outdated(keep, root, lineage.resume_order(root).readable[:1])
             _announce(root, outdated_steps, "deleting")
             retention.prune(root, outdated_steps)
     return 0

@@ -402,3 +402,19 @@ def test_doctor_names_a_file_in_the_place_of_the_directory(tmp_path: Path, capsy
     (tmp_path / "file").write_text("")
     assert _run("doctor", str(tmp_path / "file")) == 1
     assert "is not a directory" in capsys.readouterr().out
+
+
+def test_prune_keeps_what_latest_means_where_the_pointer_names_what_is_incomplete(tmp_path: Path) -> None:
+    first = DistributedCheckpointer()
+    first.begin_run(str(tmp_path), restored_from=None)
+    for step in (10, 20, 30):
+        save(tmp_path, step, float(step), by=first)
+    other = DistributedCheckpointer()
+    other.begin_run(str(tmp_path), restored_from=None)
+    for step in (5, 15):
+        save(tmp_path, step, float(step), by=other)
+    other.begin_run(str(tmp_path), restored_from=str(tmp_path / "global_step_30"))
+    (tmp_path / "global_step_30" / "__0_0.distcp").unlink()
+    assert cli.main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
+    found = DistributedCheckpointer().find_latest_checkpoint(str(tmp_path))
+    assert found == str(tmp_path / "global_step_20")

@@ -16,6 +16,12 @@ from conformance.storage.workload.recording import Recording, RecordingError, re
 from conformance.storage.workload.scenarios import Loads, quietly
 
 _JOB_SECONDS = 300.0
+# What an id begins with -> the module that rebuilds its case. Each is imported when it is needed.
+_MODULES = {
+    "corruption": "damage.corruption",
+    "operation-errors": "failing_operations.operation_errors",
+    "hostile": "hostile.fuzz",
+}
 
 
 def replay(case_id: str, *, seed: int = 0, subject: str = "library") -> tuple[str, bool]:
@@ -31,11 +37,10 @@ def replay(case_id: str, *, seed: int = 0, subject: str = "library") -> tuple[st
         return _one(_crash_state, (case_id, subject))
     if case_id.startswith(power_cut.ID_PREFIX):
         return _one(_power_cuts, (case_id, subject))
-    tiers = {"corruption": "corruption", "operation-errors": "operation_errors"}
-    name = tiers.get(case_id.partition(":")[0]) or ("hostile" if case_id.startswith("hostile-") else None)
-    if name is None:
+    name = "hostile" if case_id.startswith("hostile-") else case_id.partition(":")[0]
+    if name not in _MODULES:
         raise ValueError(f"{case_id}: no case has such an id")
-    module: Any = importlib.import_module(f"conformance.storage.{name}")
+    module: Any = importlib.import_module(f"conformance.storage.{_MODULES[name]}")
     if name == "hostile":
         kind, reader, content = module.replay(case_id, seed)
         return f"{kind}, for the reader of {reader}: {content!r}", True

@@ -439,7 +439,7 @@ class DistributedCheckpointer(CheckpointerBase):
 
     def describe_run(self, path: str) -> Mapping[str, Any] | None:
         """Return what the run that saved ``path`` is made of, as rank 0 described it in the manifest."""
-        manifest, _, _ = self._verified.verify(Path(path), self._group(), training_state=False)
+        manifest, _, _ = self._verified.verify(local_path(path), self._group(), training_state=False)
         return None if manifest is None else manifest.run
 
     # ---- both -------------------------------------------------------------------------------------------------------

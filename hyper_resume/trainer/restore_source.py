@@ -72,5 +72,10 @@ def notice_other_runs(config: CheckpointingConfig, root: Path, continued: str | 
     Raises:
         CheckpointExistsError: ``config.on_other_run`` is "error"; raised on every rank, before anything is changed.
     """
-    if config.save_ckpt and not (continued and lineage.is_step_of(Path(continued), root)):
-        collective.on_rank_zero(lambda: other_runs.notice(root, config.on_other_run))
+
+    def check() -> None:
+        if not (continued and lineage.is_step_of(Path(continued), root)):
+            other_runs.notice(root, config.on_other_run)
+
+    if config.save_ckpt:
+        collective.on_rank_zero(check)

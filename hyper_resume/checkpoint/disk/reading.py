@@ -65,6 +65,6 @@ def unreadable(where: Path | str, error: OSError) -> CheckpointUnreadableError:
             expected="a file that can be read",
             found=f"{type(error).__name__}: {error}, also when it was tried again",
             do="check the file system and its permissions, and start again; to use another checkpoint all the same, name it in "
-            "checkpoint.restore_from",
+            "checkpoint.restore_from, and move this one out of checkpoint_dir",
         )
     )

@@ -34,7 +34,7 @@ _POINTER = re.compile(rb"[0-9]{1,18}")
 _MAX_POINTER_BYTES = 64
 MAX_STEP = 10**18 - 1
 """The largest step that the pointer can name."""
-RESERVED_NAMES = frozenset({POINTER_NAME, STAGING_NAME, TRASH_NAME, lock.LOCK_NAME, "..", ""})
+RESERVED_NAMES = frozenset({POINTER_NAME, WENT_BACK_NAME, STAGING_NAME, TRASH_NAME, lock.LOCK_NAME, "..", ""})
 """Names that no step directory can have."""
 
 # The name of a staging directory, of an earlier copy that was moved aside, of a pointer that is being written, and of a

@@ -1,4 +1,4 @@
-"""Whether this library wrote what is at a path. What anybody else wrote is never replaced and never deleted."""
+"""Whether this library wrote what is at a path. A save never replaces what anybody else wrote."""
 
 from __future__ import annotations
 

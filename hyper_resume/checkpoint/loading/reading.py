@@ -104,29 +104,12 @@ def read_training_state(
 ) -> dict[str, Any]:
     """Read the training state that ``rank`` saved, in either layout; without collectives.
 
-    With a manifest, it is compared with it: the files were verified before, but may have been changed since.
+    With a manifest, a file of its own is compared with it: it was verified before, but may have been changed since.
 
     Raises:
         CheckpointNotFoundError: there is none.
-        CheckpointMismatchError: it can't be decoded, has a newer format, or was written by another rank or in another save.
+        CheckpointMismatchError: it can't be decoded, has a newer format, was written by another rank, or was changed.
     """
-    state = _read_training_state(directory, metadata, layout, rank, manifest)
-    if manifest is not None and state["world_size"] != manifest.world_size:
-        raise CheckpointMismatchError(
-            describe(
-                f"extra_state of rank {rank} is not of this save",
-                where=str(directory),
-                expected=f"world_size {manifest.world_size}, as in the manifest",
-                found=f"world_size {state['world_size']}",
-                do="restore the files that belong together, or resume from another checkpoint",
-            )
-        )
-    return state
-
-
-def _read_training_state(
-    directory: Path, metadata: Metadata, layout: extra.ExtraStateLayout, rank: int, manifest: Manifest | None
-) -> dict[str, Any]:
     if layout.kind == "per_rank":
         state = extra.read_file(directory, rank, manifest)
     else:

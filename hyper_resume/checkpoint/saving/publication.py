@@ -195,10 +195,14 @@ def conclude(save: SaveInProgress, note_committed: Callable[[SaveInProgress], No
     it moves it here. It deletes what a save has staged that was not committed.
 
     Returns:
-        "unknown" on another rank that lost contact with rank 0 at the commit.
+        "unknown" where the disk can't be read, or on another rank that lost contact with rank 0 at the commit.
     """
     is_first = collective.rank() == 0
-    found = layout.manifest_or_none(save.target)
+    found, is_readable = None, True
+    try:
+        found = layout.manifest_or_none(save.target)
+    except OSError:
+        is_readable = False
     # Rank 0 has said on all ranks what failed at the commit or after it.
     is_told = isinstance(error, (OSError, CheckpointSaveError))
     ending: Ending = "not committed"
@@ -207,7 +211,7 @@ def conclude(save: SaveInProgress, note_committed: Callable[[SaveInProgress], No
     elif found is not None and found.attempt == save.save_id:
         is_durable = not is_told and (_finish_publication(save, note_committed) if is_first else _is_pointed_to(save))
         ending = "durable" if is_durable else "committed"
-    elif "written" in save.reported and not (is_told or is_first):
+    elif "written" in save.reported and not (is_readable and (is_told or is_first)):
         ending = "unknown"
     if ending != "durable":
         save.report("failed")
@@ -230,7 +234,10 @@ def _finish_publication(save: SaveInProgress, note_committed: Callable[[SaveInPr
 
 
 def _is_pointed_to(save: SaveInProgress) -> bool:
-    pointed, _ = layout.read_pointer(save.target.parent)
+    try:
+        pointed, _ = layout.read_pointer(save.target.parent)
+    except OSError:
+        return False
     return pointed == save.global_step or layout.parse_step(save.target.name) is None
 
 
@@ -314,7 +321,7 @@ _WHAT: Mapping[Ending, tuple[str, str]] = {
         "fix the cause (if a write failed: disk space, permissions); earlier checkpoints are unchanged",
     ),
     "unknown": (
-        "the checkpoint may or may not be committed: this rank lost contact with rank 0",
+        "the checkpoint may or may not be committed: this rank lost contact with rank 0, or can't read the directory",
         "see what rank 0 says; LATEST means this checkpoint if it was committed, and the one before it if not",
     ),
     "committed": (

@@ -71,10 +71,12 @@ class WritableRoot:
         lock.acquire(root)
         if self._root == root.absolute():
             return
+        # Until all of it is known: what can't be read now is asked for again by the next save.
+        self._root = None
         layout.clear_leftovers(root)
-        self._root = root.absolute()
         self._ordinal = lineage.next_ordinal(root)
         self._ancestors = self._where_it_begins(root)
+        self._root = root.absolute()
 
     def _where_it_begins(self, root: Path) -> Ancestors:
         if self._begun is None or self._begun[0] != root.absolute():
@@ -83,6 +85,8 @@ class WritableRoot:
         if source is None or not lineage.is_step_of(source, root):
             self._begun = None
             return ()
+        # By the root's own path: retention knows what is protected by it, whatever link has led here.
+        source = self._source = root.absolute() / source.name
         manifest = layout.manifest_or_none(source)
         # The run may go back to an earlier step. Until its first save, LATEST must not mean a later save that it abandoned.
         # The mark comes first: with the pointer alone, this looks like a run that was killed before its pointer moved.

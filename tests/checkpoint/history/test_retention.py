@@ -316,3 +316,13 @@ def test_a_copy_that_stepped_aside_and_can_not_be_read_is_put_back_the_next_time
     layout.clear_leftovers(tmp_path)
     assert value_of(tmp_path / "global_step_2") == 2.0
     assert not aside.exists()
+
+
+def test_the_source_of_a_run_is_kept_by_whatever_link_it_was_named(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    save(root, 10, 10.0)
+    (tmp_path / "link").symlink_to(root)
+    checkpointer = DistributedCheckpointer(retention=Retention(keep_last=1))
+    checkpointer.begin_run(str(root), restored_from=str(tmp_path / "link" / "global_step_10"))
+    save(root, 20, 20.0, by=checkpointer)
+    assert (root / "global_step_10").is_dir()

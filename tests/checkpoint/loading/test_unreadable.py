@@ -17,9 +17,9 @@ from conformance.storage.failing_operations.runs import ERRORS
 from hyper_resume.checkpoint import DistributedCheckpointer
 from hyper_resume.checkpoint.disk import operations, reading
 from hyper_resume.checkpoint.history import lineage
-from hyper_resume.errors import CheckpointMismatchError, CheckpointUnreadableError
+from hyper_resume.errors import CheckpointMismatchError, CheckpointSaveError, CheckpointUnreadableError
 from tests.checkpoint.directories import listing, make_step, point_to
-from tests.checkpoint.single_value import damage, save
+from tests.checkpoint.single_value import damage, manifest_content, save
 
 POINTER = "latest_checkpoint_iteration.txt"
 
@@ -237,3 +237,18 @@ def test_an_error_that_does_not_pass_is_not_logged_as_one_that_may(
     with caplog.at_level(logging.WARNING):
         resume(root)
     assert "trying again" not in caplog.text
+
+
+def test_a_save_that_fails_while_nothing_can_be_read_fails_as_a_save_and_the_next_one_continues(
+    root: Path, tmp_path: Path
+) -> None:
+    """The step is saved again: how the failed save has ended would be read from the earlier copy."""
+    mine = shutil.copytree(root, tmp_path / "mine")
+    checkpointer = DistributedCheckpointer()
+    with operations.use(_Unreadable("manifest.json", ".metadata")), pytest.raises(CheckpointSaveError):
+        save(mine, 30, 31.0, by=checkpointer)
+    save(mine, 40, 40.0, by=checkpointer)
+    steps = [step for step, _ in manifest_content(mine / "global_step_40")["ancestors"]]
+    assert steps == [10, 20, 30]
+    (mine / POINTER).unlink()
+    assert resume_finds(mine) == "global_step_40"
