@@ -11,8 +11,9 @@ A soak is one training with many attempts, a crash sweep many trainings with two
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from conformance.running.references import References
 
 LATEST = "LATEST"
 _FOLDER = "checkpoints"
+_MARK_NAME = "latest_checkpoint_went_back.json"
 # A comparison must be able to fail: this many reference steps around the compared ones are searched for constant columns.
 _MARGIN_STEPS = 10
 # Moments at which every rank has finished the step.
@@ -228,7 +230,10 @@ class AttemptRunner:
         return f"../../disk/{_FOLDER}/{restore_from}"
 
     def latest(self) -> int:
-        """The step that a resume from LATEST must find, computed from the disk: the one the pointer names, or the highest.
+        """The step that a resume from LATEST must find, computed from the disk.
+
+        It is the newest save that continues the one the pointer names and was not left behind by going back, for a run may be
+        killed after a commit and before its pointer; or that one itself; or, without a pointer, the highest.
 
         Returns:
             0 where there is no checkpoint.
@@ -247,7 +252,8 @@ class AttemptRunner:
             return max(whole, default=0)
         if not text.isdigit() or int(text) not in whole:
             raise ViolationError(f"the pointer holds {text!r}; complete checkpoints: {sorted(whole)}")
-        return int(text)
+        newer = _continuing(self.checkpoints, int(text), whole)
+        return newer[max(newer)] if newer else int(text)
 
     def _restored(self, evidence: LegEvidence, restore_from: str | None, latest: int) -> int:
         """The step that all ranks restored, or were about to restore; checked against the requested one."""
@@ -295,6 +301,23 @@ class AttemptRunner:
         )
         for path in steps[:-keep]:
             shutil.rmtree(path)
+
+
+def _continuing(root: Path, pointed: int, whole: Sequence[int]) -> dict[int, int]:
+    """Ordinal -> step of the saves that continue the pointer's, as their manifests say, and that no mark leaves behind."""
+    paths = {step: root / f"global_step_{step}" / "manifest.json" for step in whole}
+    manifests = {step: json.loads(path.read_text()) for step, path in paths.items() if path.exists()}
+    if pointed not in manifests:
+        return {}
+    save = [pointed, manifests[pointed]["attempt"]]
+    mark_path = root / _MARK_NAME
+    mark = json.loads(mark_path.read_text()) if mark_path.exists() else {}
+    left_behind = mark["ordinal"] if [mark.get("step"), mark.get("attempt")] == save else -1
+    return {
+        one["ordinal"]: step
+        for step, one in manifests.items()
+        if save in one["ancestors"] and one["ordinal"] > left_behind
+    }
 
 
 def _told(restored: int, first: Divergence) -> str:
