@@ -29,6 +29,11 @@ class OpenCertificate:
         is_exact = certificate.is_exact_at("rng_state", collective.rank())
         self._streams = RestoredStreams(trainer) if is_exact else None
 
+    def close(self) -> None:
+        """Observe no longer: training has ended without a step."""
+        if self._streams is not None:
+            self._streams.close()
+
     def note_epoch_end(self) -> None:
         """See :meth:`RestoredStreams.note_epoch_end`."""
         if self._streams is not None:
@@ -64,6 +69,12 @@ class RestoredStreams:
         else:
             # A function, because a bound method would be copied with the model, and the trainer along with it.
             self._hook = trainer.model.register_forward_pre_hook(lambda model, _: self._at_forward(model))
+
+    def close(self) -> None:
+        """Take the hook from the model, which could not be pickled with it."""
+        self._is_looked_at = True
+        if self._hook is not None:
+            self._hook.remove()
 
     def note_epoch_end(self) -> None:
         """Take the streams as they are now for those of the restore: the hooks of an epoch's end were made up for."""

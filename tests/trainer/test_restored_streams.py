@@ -23,7 +23,8 @@ from hyper_resume.data import ResumableLoader
 from hyper_resume.errors import CheckpointMismatchError
 from hyper_resume.state.certificate import read_certificate
 from hyper_resume.trainer.callbacks import Callback, CheckpointerCallback, TrainerState
-from hyper_resume.trainer.restored_streams import RestoredStreams
+from hyper_resume.trainer.restored_streams import OpenCertificate, RestoredStreams
+from hyper_resume.trainer.run.schedule_order import ScheduleOrder
 from tests.ranks import run_ranks
 from tests.trainer.tiny_training import make_trainer, records_of, run_config
 
@@ -227,6 +228,30 @@ def test_the_first_forward_pass_is_that_of_a_training_and_is_observed_once(tmp_p
     still = RestoredStreams(trainer)
     trainer.model(torch.zeros(1, 4))  # dropout draws behind the comparison
     assert still.reason() == ""
+
+
+def test_where_no_step_follows_a_restore_nothing_of_it_stays_in_the_model(tmp_path: Path) -> None:
+    callback = CheckpointerCallback(make_loop(tmp_path, [torch.zeros(1, 4)]))
+    callback._certificate = OpenCertificate.__new__(OpenCertificate)
+    callback._certificate._streams = RestoredStreams(callback.trainer)
+    assert callback.trainer.model._forward_pre_hooks
+    callback.on_exception()
+    assert not callback.trainer.model._forward_pre_hooks
+
+
+def test_a_second_training_of_one_callback_is_not_blamed_for_the_order_of_the_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    order = ScheduleOrder(SimpleNamespace(optimizer=optimizer, lr_scheduler=scheduler))
+    order.begin()
+    order.after_step(1, is_saved=True)
+    order.begin()
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 5})
+    optimizer.step()
+    assert "stepped after on_step_end" not in caplog.text
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
 
 
 def test_a_loop_that_reads_something_else_is_told(tmp_path: Path) -> None:

@@ -157,9 +157,10 @@ def load_training_state(
             first,
         )
         state = probe
-        if skeleton.get(extra.SHARDED) and isinstance(probe.get(extra.SHARDED), Mapping):
+        # The same on all ranks, also where only some of them hold sharded parts: what follows is a collective.
+        if extra.SHARDED in skeleton and isinstance(probe.get(extra.SHARDED), Mapping):
             wanted = parts_from_plain(skeleton[extra.SHARDED])
-            read = partial(read_training_state, directory, metadata, found)
+            read = partial(read_training_state, directory, metadata, found, manifest=manifest)
             state = collective.on_all_ranks(lambda: reshard(probe, found.ranks, read, wanted, manifest), group)
     saves = collective.all_gather((state["global_step"], state["world_size"]), group)
     if len(set(saves)) > 1:

@@ -177,10 +177,12 @@ class CheckpointerCallback(Callback):
         self._use_state(state)
         if self.config.save_ckpt and self._state.global_step > 0:
             self._save_once(self._state.global_step, force_sync=True)
+        self._close_certificate()
         self.wait_for_pending_save()
 
     def on_exception(self, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Let a save in flight finish; its failure is logged only, because the first error is the one that is raised."""
+        self._close_certificate()
         try:
             # The backend alone: on this rank only, perhaps, so nothing that all ranks take part in.
             self.checkpointer.maybe_wait_for_async_save()
@@ -354,6 +356,12 @@ class CheckpointerCallback(Callback):
             trainer.start_step,
         )
         return certificate
+
+    def _close_certificate(self) -> None:
+        """Observe the restore no longer, where no step has made its certificate final."""
+        found, self._certificate = self._certificate, None
+        if found is not None:
+            found.close()
 
     def _finish_certificate(self, found: OpenCertificate) -> None:
         """Publish the certificate again, and refuse it, where the first step shows that the restore was not exact."""

@@ -25,12 +25,16 @@ class ScheduleOrder:
         self._was_saved = False
         self._times_in_a_row = 0
         self._is_warned = False
+        self._hook: Any = None
 
     def begin(self) -> None:
         """Look before each step of the first plain optimizer; without one, or without a schedule, nothing is observed."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._at_step_end, self._was_saved, self._times_in_a_row = None, False, 0
         optimizers = reachable_optimizers(self._trainer.optimizer)
         if self._counts() and optimizers and hasattr(optimizers[0], "register_step_pre_hook"):
-            optimizers[0].register_step_pre_hook(lambda *_: self._before_step())
+            self._hook = optimizers[0].register_step_pre_hook(lambda *_: self._before_step())
 
     def after_step(self, step: int, *, is_saved: bool) -> None:
         """Note where the schedule stands at ``on_step_end`` of ``step``."""
