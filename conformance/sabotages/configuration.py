@@ -9,6 +9,7 @@ from typing import Any
 from conformance.sabotages.saboteur import Saboteur, sabotage
 
 _CALLBACK_MODULE = "hyper_resume.trainer.callbacks.checkpointer"
+_SOURCE_MODULE = "hyper_resume.trainer.restore_source"
 _CALLBACK = f"{_CALLBACK_MODULE}:CheckpointerCallback"
 _BASE = "hyper_resume.trainer.base:BaseTrainer"
 
@@ -217,7 +218,8 @@ def _path_cut_to_plain_letters(put: Saboteur) -> None:
 
 @sabotage("policy-tells-nothing")
 def _policy_tells_nothing(put: Saboteur) -> None:
-    put.replace(f"{_CALLBACK_MODULE}:logger.info", lambda original, *args: None)
+    for module in (_CALLBACK_MODULE, _SOURCE_MODULE):
+        put.replace(f"{module}:logger.info", lambda original, *args: None)
 
 
 @sabotage("told-step-is-the-next-one")
@@ -243,12 +245,13 @@ def _layout_not_told(put: Saboteur) -> None:
 
 @sabotage("policy-warns-of-nothing")
 def _policy_warns_of_nothing(put: Saboteur) -> None:
-    put.replace(f"{_CALLBACK_MODULE}:logger.warning", lambda original, *args: None)
+    for module in (_CALLBACK_MODULE, _SOURCE_MODULE):
+        put.replace(f"{module}:logger.warning", lambda original, *args: None)
 
 
 @sabotage("damaged-pointer-not-told")
 def _damaged_pointer_not_told(put: Saboteur) -> None:
-    put.replace("hyper_resume.checkpoint.history.lineage:logger.warning", lambda original, *args: None)
+    put.replace("hyper_resume.checkpoint.history.lineage:logger.log", lambda original, *args: None)
 
 
 @sabotage("optimizer-count-mismatch-silent")
