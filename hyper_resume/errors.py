@@ -18,6 +18,8 @@ _FOUND_OUT = frozenset(
     (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EFBIG, errno.EINVAL)
 )
 _MOST_PRINTED = 10_000
+DO_READABLE = "fix the cause (permissions, a mount, the length of a name), or correct the path"
+"""What to do about a path that can't be read."""
 
 
 class HyperResumeError(Exception):
@@ -155,7 +157,7 @@ def describe(what: str, *, where: str = "", expected: str = "", found: str = "",
 def explained(
     what: str,
     where: Path | str,
-    do: str = "fix the cause (permissions, a mount, the length of a name), or correct the path",
+    do: str = DO_READABLE,
     *,
     kind: type[HyperResumeError] = CheckpointNotFoundError,
 ) -> Iterator[None]:

@@ -270,8 +270,8 @@ def _going_back_without_its_mark(put: Saboteur) -> None:
 def _committed_save_passed_over(put: Saboteur) -> None:
     """The pointer alone decides, also when a newer save continues the one that it names."""
 
-    def find_start(original: Any, *args: Any) -> Any:
-        return dataclasses.replace(original(*args), newer=())
+    def find_start(original: Any, *args: Any, **options: Any) -> Any:
+        return dataclasses.replace(original(*args, **options), newer=())
 
     put.replace(f"{_LINEAGE}:_find_start", find_start)
 

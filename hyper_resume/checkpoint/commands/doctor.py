@@ -17,11 +17,10 @@ import xxhash
 
 from hyper_resume.checkpoint.disk import lock, observing, operations
 from hyper_resume.checkpoint.format import layout
-from hyper_resume.errors import remedy
+from hyper_resume.errors import DO_READABLE, remedy
 from hyper_resume.local_path import local_path
 
 _LOW_SPACE_BYTES = 10 << 30
-_DO_READABLE = "fix the cause (permissions, a mount, the length of a name), or correct the path"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ def _directory(checkpoint_dir: Path) -> Iterator[Finding]:
             base = base.parent
         is_directory = base.is_dir()
     except OSError as error:
-        yield Finding(kind="problem", what=f"{base} can't be read: {error}", do=_DO_READABLE)
+        yield Finding(kind="problem", what=f"{base} can't be read: {error}", do=DO_READABLE)
         return
     if not is_directory:
         yield Finding(kind="problem", what=f"{base} is not a directory", do="correct the path")
@@ -88,7 +87,7 @@ def _directory(checkpoint_dir: Path) -> Iterator[Finding]:
         try:
             yield from _state(checkpoint_dir)
         except OSError as error:
-            yield Finding(kind="problem", what=f"{checkpoint_dir} can't be read: {error}", do=_DO_READABLE)
+            yield Finding(kind="problem", what=f"{checkpoint_dir} can't be read: {error}", do=DO_READABLE)
 
 
 def _tried(check: Callable[[Path], Finding], trial: Path) -> Finding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import stat
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -93,7 +92,7 @@ def _inspect(directory: Path) -> Inspection:
     require_complete(directory)
     manifest = read_manifest(directory)
     metadata = read_metadata(directory, manifest)
-    sizes = [status.st_size for _, status in observing.files_below(directory) if stat.S_ISREG(status.st_mode)]
+    sizes = observing.file_sizes(directory)
     try:
         layout = extra.detect_layout(directory, metadata, manifest)
     except CheckpointNotFoundError:

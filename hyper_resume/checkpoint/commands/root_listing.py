@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ def list_root(path: Path) -> RootListing:
 
 def _entry(step: int, directory: Path) -> StepDirectory | None:
     def look() -> StepDirectory:
-        sizes = [status.st_size for _, status in observing.files_below(directory) if stat.S_ISREG(status.st_mode)]
+        sizes = observing.file_sizes(directory)
         return StepDirectory(
             step=step,
             path=str(directory),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import stat
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -223,7 +222,7 @@ def _verify_step_directory(directory: Path, *, digests: bool) -> Verification:
     is_readable = True
     sizes: list[int] = []
     try:
-        sizes = [status.st_size for _, status in observing.files_below(directory) if stat.S_ISREG(status.st_mode)]
+        sizes = observing.file_sizes(directory)
         manifest = read_manifest(directory)
         if manifest is None:
             checked = "sizes and the archives' checksums" if digests else "sizes"

@@ -8,6 +8,7 @@ be said that it is damaged.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -94,6 +95,15 @@ def files_below(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
                 yield (folder / entry.name).relative_to(directory).as_posix(), entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
+
+
+def file_sizes(directory: Path) -> list[int]:
+    """Return the sizes in bytes of all regular files below ``directory``; what vanishes is left out.
+
+    Raises:
+        OSError: a directory can't be read.
+    """
+    return [status.st_size for _, status in files_below(directory) if stat.S_ISREG(status.st_mode)]
 
 
 def entries_of(directory: Path) -> list[os.DirEntry[str]]:

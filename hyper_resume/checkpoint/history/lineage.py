@@ -202,12 +202,15 @@ def _look(checkpoint_dir: Path) -> tuple[ResumeOrder, list[tuple[int, str]]]:
     """Return the order as it is now, and what to log: levels and texts."""
     pointed, complaint = layout.read_pointer(checkpoint_dir)
     found = [_without_foreign_manifest(one) if one.step == pointed else one for one in list_candidates(checkpoint_dir)]
-    start = _find_start(checkpoint_dir, found, pointed)
+    mark, damage = going_back.read(checkpoint_dir)
+    start = _find_start(found, pointed, mark, is_damaged=bool(damage))
     head, first = start.head, start.first
     if pointed is not None and (head is None or head.complaint):
         pointer, name = checkpoint_dir / layout.POINTER_NAME, layout.step_directory_name(pointed)
         complaint = f"pointer {pointer} names {name}, which {head.complaint if head else 'does not exist'}"
     messages: list[tuple[int, str]] = []
+    if damage:
+        messages.append((logging.WARNING, f"{damage}: LATEST means what the pointer names, and nothing newer"))
     if complaint:
         messages.append(
             (logging.WARNING, f"{complaint}; scanning {checkpoint_dir} for the newest complete checkpoint instead")
@@ -240,11 +243,11 @@ def _look(checkpoint_dir: Path) -> tuple[ResumeOrder, list[tuple[int, str]]]:
     return order, messages
 
 
-def _find_start(checkpoint_dir: Path, found: Sequence[Candidate], pointed: int | None) -> _Start:
+def _find_start(
+    found: Sequence[Candidate], pointed: int | None, mark: going_back.Mark | None, *, is_damaged: bool
+) -> _Start:
+    """Return where to begin; with a damaged mark, no save counts as newer than the pointer's."""
     head = next((one for one in found if one.step == pointed), None)
-    mark, complaint = going_back.read(checkpoint_dir)
-    if complaint:
-        logger.warning("%s: LATEST means what the pointer names, and nothing newer", complaint)
     save = None
     if head is not None and head.manifest is not None:
         save = identity(head)
@@ -254,7 +257,7 @@ def _find_start(checkpoint_dir: Path, found: Sequence[Candidate], pointed: int |
     newer = tuple(
         one
         for one in found
-        if not complaint and one.manifest and save in one.manifest.ancestors and one.manifest.ordinal > left_behind
+        if not is_damaged and one.manifest and save in one.manifest.ancestors and one.manifest.ordinal > left_behind
     )
     return _Start(pointed=pointed, head=head, save=save, newer=newer)
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.disk import observing, operations, reading
-from hyper_resume.checkpoint.format import layout
+from hyper_resume.checkpoint.format import extra_state, layout
 from hyper_resume.checkpoint.format.lost_entries import refuse_lost
 from hyper_resume.checkpoint.format.manifest import (
     MANIFEST_NAME,
@@ -36,7 +36,6 @@ Part = Literal["weights", "training state"]
 _NAMES_SHOWN = 5
 # Every file contains the id of its save as plain text near its beginning.
 _SAVE_ID = re.compile(rb"global_step_[0-9]{1,18}\.[0-9a-f]{12}")
-EXTRA_STATE_DIRECTORY = "extra_state"
 _HEAD_BYTES = 1 << 20
 
 
@@ -135,7 +134,7 @@ def check_metadata(directory: Path, manifest: Manifest | None) -> Metadata:
 
 
 def _part_of(name: str) -> Part:
-    return "training state" if name.startswith(f"{EXTRA_STATE_DIRECTORY}/") else "weights"
+    return "training state" if name.startswith(f"{extra_state.DIRECTORY_NAME}/") else "weights"
 
 
 def _read_manifest(directory: Path) -> Manifest | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.distributed.checkpoint import _async_process_executor
@@ -28,9 +28,10 @@ from hyper_resume.checkpoint.format.mesh import Mesh
 from hyper_resume.checkpoint.history import retention
 from hyper_resume.checkpoint.history.lineage import Ancestors
 from hyper_resume.checkpoint.history.retention import Retention
-from hyper_resume.errors import CheckpointSaveError, StateNotPlainError, describe, remedy
+from hyper_resume.errors import CheckpointSaveError, HyperResumeError, StateNotPlainError, describe, remedy
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,7 +355,21 @@ def own_interrupt(error: CheckpointException) -> BaseException | None:
     return found if is_here and isinstance(found, BaseException) and not isinstance(found, Exception) else None
 
 
-def unwritable_root_error(root: Path, error: OSError) -> CheckpointSaveError:
+def explained_for_root(root: Path, action: Callable[[], T]) -> T:
+    """Return ``action()``, which makes or writes the root of a run; errors of this library pass unchanged.
+
+    Raises:
+        CheckpointSaveError: an error of the system, on the rank where it happened.
+    """
+    try:
+        return action()
+    except HyperResumeError:
+        raise
+    except OSError as error:
+        raise _unwritable_root_error(root, error) from error
+
+
+def _unwritable_root_error(root: Path, error: OSError) -> CheckpointSaveError:
     """Return the error of a run whose root can't be made or written; on the rank where it happened."""
     return CheckpointSaveError(
         describe(

@@ -10,8 +10,8 @@ from hyper_resume.checkpoint.format import layout
 from hyper_resume.checkpoint.history import lineage
 from hyper_resume.checkpoint.history.lineage import Ancestors
 from hyper_resume.checkpoint.history.retention import Retention
-from hyper_resume.checkpoint.saving.publication import SaveInProgress, unwritable_root_error
-from hyper_resume.errors import CheckpointSaveError, HyperResumeError, describe
+from hyper_resume.checkpoint.saving.publication import SaveInProgress, explained_for_root
+from hyper_resume.errors import CheckpointSaveError, describe
 
 # Root -> who saves there now. The file lock keeps other processes out; this keeps a second save of this process out.
 _saving: dict[Path, WritableRoot] = {}
@@ -58,12 +58,7 @@ class WritableRoot:
         # A source below .staging is moved back to its final path when leftovers are cleared.
         self._begun = (root.absolute(), None if source is None else layout.final_path_of(source.absolute()))
         self._root = None
-        try:
-            self._take(root)
-        except HyperResumeError:
-            raise
-        except OSError as error:
-            raise unwritable_root_error(root, error) from error
+        explained_for_root(root, lambda: self._take(root))
 
     def _take(self, root: Path) -> None:
         operations.make_directories(root)

@@ -7,18 +7,16 @@ import errno
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from hyper_resume import collective
 from hyper_resume.checkpoint.disk import lock, operations
 from hyper_resume.checkpoint.format import extra_state, layout
-from hyper_resume.checkpoint.saving.publication import add_save_identity, unwritable_root_error
+from hyper_resume.checkpoint.saving.publication import add_save_identity, explained_for_root
 from hyper_resume.checkpoint.tensors.flattening import flatten
-from hyper_resume.errors import HyperResumeError
 
-T = TypeVar("T")
 _PREFIX = ".trial."
 _DIGITS = 12
 
@@ -39,7 +37,7 @@ def check_names(root: Path, is_planned: Callable[[int], bool]) -> None:
     Raises:
         CheckpointSaveError: names the first such step.
     """
-    entries = _explained(root, lambda: sorted(root.iterdir()) if root.is_dir() else [])
+    entries = explained_for_root(root, lambda: sorted(root.iterdir()) if root.is_dir() else [])
     steps = sorted((step, entry) for entry in entries if (step := layout.parse_step(entry.name)) is not None)
     for step, entry in steps:
         if is_planned(step):
@@ -56,10 +54,10 @@ def try_root(root: Path, group: dist.ProcessGroup | None) -> None:
         CheckpointLockedError: another run saves there; on every rank.
         CheckpointSaveError: a rank can't write there, or a name that a save needs is taken; on every rank.
     """
-    folder, had_staging = collective.on_rank_zero(lambda: _explained(root, lambda: _make(root)), group)
+    folder, had_staging = collective.on_rank_zero(lambda: explained_for_root(root, lambda: _make(root)), group)
     try:
-        collective.on_all_ranks(lambda: _explained(root, lambda: _write(folder)), group)
-        collective.on_rank_zero(lambda: _explained(root, lambda: _move(folder, root)), group)
+        collective.on_all_ranks(lambda: explained_for_root(root, lambda: _write(folder)), group)
+        collective.on_rank_zero(lambda: explained_for_root(root, lambda: _move(folder, root)), group)
     finally:
         if collective.rank() == 0:
             layout.remove(folder)
@@ -95,12 +93,3 @@ def _move(folder: Path, root: Path) -> Path:
     if pointer.is_dir() and not pointer.is_symlink():
         raise IsADirectoryError(errno.EISDIR, "a directory has the name of the pointer", str(pointer))
     return root
-
-
-def _explained(root: Path, action: Callable[[], T]) -> T:
-    try:
-        return action()
-    except OSError as error:
-        if isinstance(error, HyperResumeError):
-            raise
-        raise unwritable_root_error(root, error) from error
