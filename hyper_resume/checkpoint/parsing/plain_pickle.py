@@ -27,9 +27,9 @@ _VALUES: Final = frozenset(
     | {f"{kind.__module__}.{kind.__name__}" for kind in torch._storage_classes}
     | {"torch.Tensor", "torch.nn.parameter.Parameter"}
 )
+# No sparse tensor: a save refuses it, and nothing that reads a training state can take one.
 _REBUILD: Final = frozenset(
-    f"torch._utils._rebuild_{form}"
-    for form in ("tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "sparse_tensor")
+    f"torch._utils._rebuild_{form}" for form in ("tensor_v2", "tensor_v3", "parameter", "parameter_with_state")
 )
 _REBUILD_WITH_DTYPE: Final = "torch._utils._rebuild_tensor_v3"
 _REBUILD_DENSE: Final = ("torch._utils._rebuild_tensor_v2", _REBUILD_WITH_DTYPE)
@@ -126,7 +126,7 @@ class PlainPickle(PickleSubset):
     def _rebuilt_bytes(self, name: str, arguments: tuple[Any, ...]) -> int:
         """Return how many bytes the elements of a rebuilt tensor take."""
         if name not in _REBUILD_DENSE:
-            # A parameter's data, or the parts of a sparse tensor.
+            # A parameter's data.
             parts = [part for item in arguments for part in (item if type(item) is tuple else (item,))]
             return sum(part.size_bytes for part in parts if type(part) is _Opaque)
         storage, _, size, *_ = arguments if len(arguments) > 3 else (None,) * 3

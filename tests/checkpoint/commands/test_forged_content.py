@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hyper_resume.checkpoint import DistributedCheckpointer
@@ -171,6 +171,7 @@ _KEYS = st.one_of(st.sampled_from(sorted({*_payload(1)["extra_state"], "rank", "
 
 
 @given(change=st.dictionaries(_KEYS | st.integers(0, 9) | st.none(), _PARTS, min_size=1, max_size=2))
+@example(change={"lr_scheduler": [torch.eye(2).to_sparse()]})
 @_ANY
 def test_whatever_a_training_state_holds_every_command_answers_within_limits(
     good: Path, tmp_path_factory: pytest.TempPathFactory, change: dict[Any, Any]
